@@ -24,7 +24,6 @@ import copy
 import datetime
 import fnmatch
 import json
-import re
 import sys
 import time
 from pathlib import Path
@@ -87,9 +86,6 @@ def main() -> None:
     parser.add_argument("--text", action="append", metavar="FILE", help="a text: its first eighth is evaluated, and of the "
                         "first text the rest calibrates; 'help' for Python's help topics, which are the default")  # fmt: skip
     parser.add_argument("--row", action="append", help=f"one of, or a pattern of: {', '.join(ROWS)}; default all")
-    parser.add_argument(
-        "--layers", metavar="PATTERN", help="names of the layers that are quantised; default all that can"
-    )
     parser.add_argument("--windows", type=int, default=64, help=f"of {WIDTH} tokens that calibrate")
     parser.add_argument("--tested", type=int, default=TESTED, help="windows of each text that are evaluated, at most")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -141,14 +137,13 @@ def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[
         "| weights and activations | text | run | perplexity | KL | same first token | s |\n|---|---|---|---|---|---|---|"
     )
     rows: list[dict[str, Any]] = []
-    chosen = re.compile(fnmatch.translate(arguments.layers)).match if arguments.layers else None
     for name in arguments.row:
         options, started = ROWS[name], time.monotonic()
         other, report = model, None
         if options is not None:
             other = copy.deepcopy(model)
             given = options | ({"calibration": list(calibration.split(8))} if "calibration" in options else {})
-            report = jitgemm.nn.quantize_(other, None if chosen is None else lambda name, _: chosen(name), **given)
+            report = jitgemm.nn.quantize_(other, **given)
         row: dict[str, Any] = {
             "model": (arguments.gguf or Path(arguments.folder)).stem,
             "calibrates": next(iter(tests)),

@@ -276,10 +276,8 @@ def _finish(document: dict[str, Any], outputs: Outputs, lost: str | None = None)
         outputs.console.print()
         print_comparison(comparison, outputs.console)
         code = common.FOUND if comparison.regressions else 0
-    for what, lines, status in (
-        ("wrong", results_lib.wrong_results(document), common.FOUND),
-        ("failed", results_lib.failed_results(document), common.FAILED),
-    ):
+    wrong, failed = results_lib.bad_results(document)
+    for what, lines, status in (("wrong", wrong, common.FOUND), ("failed", failed, common.FAILED)):
         for line in lines:
             common.err().print(f"{what}: {line}", style="red", markup=False, soft_wrap=True)
             code = code or status

@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_lib.cells import ROUTINGS
 from benchmark_lib.timing import REPLAYS, ROUNDS
 
 MODELS = {
@@ -124,12 +125,12 @@ def calls_of(
     return calls
 
 
-def measure(name: str, tokens: int, mode: str, weights: list[Any], rounds: int, routings: int) -> dict[str, Any]:
+def measure(name: str, tokens: int, mode: str, weights: list[Any]) -> dict[str, Any]:
     from benchmark_lib.timing import Timed
 
-    calls = calls_of(MODELS[name], tokens, weights, mode, routings)
+    calls = calls_of(MODELS[name], tokens, weights, mode, ROUTINGS)
     timed = {part: Timed(each) for part, each in calls.items()}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for each in timed.values():
             each.turn(REPLAYS)
     us = {part: each.us for part, each in timed.items()}
@@ -148,10 +149,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=list(MODELS), help="may be repeated; default: all")
     parser.add_argument("--tokens", help="numbers of tokens (default: the model's)")
     parser.add_argument("--mode", action="append", choices=list(MODES), help="may be repeated; default: e4m3")
-    parser.add_argument("--routings", type=int, default=24, help="calls of a graph (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each graph (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results there too; - for stdout instead of the table")
-    parser.add_argument("--gather-m", type=float, help="rows an expert from which the quantiser gathers")
     arguments = parser.parse_args()
     import torch
 
@@ -159,13 +157,9 @@ def main() -> None:
         sys.exit("no Hopper GPU here: times need one")
     from benchmark_lib.results import environment
 
-    if arguments.gather_m is not None:
-        import jitgemm.moe.route
-
-        jitgemm.moe.route.GATHER_M = arguments.gather_m
     table = arguments.json != "-"
     if table:
-        print(f"{torch.cuda.get_device_name()}, us, medians of {arguments.rounds * REPLAYS} replays\n")
+        print(f"{torch.cuda.get_device_name()}, us, medians of {ROUNDS * REPLAYS} replays\n")
         print(f"| model | mode | tokens | {' | '.join(PARTS)} | layer | rest | +- |\n|{'---|' * (len(PARTS) + 6)}")
     rows = []
     for name in arguments.model or MODELS:
@@ -174,7 +168,7 @@ def main() -> None:
             weights = weights_of(MODELS[name], bits, group_size, getattr(torch, dtype_name))
             tokens = tuple(map(int, arguments.tokens.split(","))) if arguments.tokens else MODELS[name]["tokens"]
             for count in tokens:
-                row = measure(name, count, mode, weights, arguments.rounds, arguments.routings)
+                row = measure(name, count, mode, weights)
                 rows.append(row)
                 if table:
                     figures = " | ".join(f"{row['us'][part]:.2f}" for part in (*PARTS, "layer"))

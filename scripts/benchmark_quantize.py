@@ -27,41 +27,15 @@ COLD_BYTES = 300e6
 MAX_COPIES = 4096
 """Calls of a graph at most: the smallest do not fill the L2 then, and "cold" in the results is false."""
 X_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-MODES = {
-    "e4m3": ("e4m3", {}),
-    "int8": ("int8", {}),
-    "int8 affine": ("int8", {"affine": True}),
-    "e4m3 static": ("e4m3", {"static": True}),
-    "int8 static": ("int8", {"static": True}),
-    "e4m3 silu_mul": ("e4m3", {"silu_mul": True}),
-    "int8 silu_mul": ("int8", {"silu_mul": True}),
-    "e4m3 rms_norm": ("e4m3", {"rms_norm": True}),
-    "e4m3 residual rms_norm": ("e4m3", {"rms_norm": True, "residual": True}),
-    "int8 rms_norm": ("int8", {"rms_norm": True}),
-    "int8 affine rms_norm": ("int8", {"affine": True, "rms_norm": True}),
-    "e4m3 block": ("e4m3", {"block": True}),
-    "int8 block": ("int8", {"block": True}),
-    "e4m3 block silu_mul": ("e4m3", {"block": True, "silu_mul": True}),
-    "int8 block silu_mul": ("int8", {"block": True, "silu_mul": True}),
-    "e4m3 block rms_norm": ("e4m3", {"block": True, "rms_norm": True}),
-    "int8 block rms_norm": ("int8", {"block": True, "rms_norm": True}),
-    "e4m3 block residual rms_norm": ("e4m3", {"block": True, "rms_norm": True, "residual": True}),
-    "int8 block residual rms_norm": ("int8", {"block": True, "rms_norm": True, "residual": True}),
-    "e4m3 permuted": ("e4m3", {"permuted": True}),
-    "int8 permuted": ("int8", {"permuted": True}),
-    **{f"int8 sums {size}": ("int8", {"sums": size}) for size in (32, 64, 128, 256)},
-    "int8 sums 128 silu_mul": ("int8", {"sums": 128, "silu_mul": True}),
-    "int8 sums 128 rms_norm": ("int8", {"sums": 128, "rms_norm": True}),
-    "int8 residual rms_norm": ("int8", {"rms_norm": True, "residual": True}),
-    "int8 sums 128 residual rms_norm": ("int8", {"sums": 128, "rms_norm": True, "residual": True}),
-    "int8 sums 128 permuted": ("int8", {"sums": 128, "permuted": True}),
-    "e4m3 rotated": ("e4m3", {"rotated": True}),
-    "int8 rotated": ("int8", {"rotated": True}),
-    "int8 rotated silu_mul": ("int8", {"rotated": True, "silu_mul": True}),
-    "int8 rotated rms_norm": ("int8", {"rotated": True, "rms_norm": True}),
-    "int8 rotated residual rms_norm": ("int8", {"rotated": True, "rms_norm": True, "residual": True}),
-    "int8 rotated block": ("int8", {"rotated": True, "block": True}),
-}
+_NORMS, _BLOCK_NORMS = ("rms_norm", "residual rms_norm"), ("block rms_norm", "block residual rms_norm")
+MODES = tuple(f"{lhs} {what}".strip() for lhs, some in (
+    ("e4m3", ("", "static", "silu_mul", *_NORMS, "block", "block silu_mul", *_BLOCK_NORMS, "permuted", "rotated")),
+    ("int8", ("", "affine", "affine rms_norm", "static", "silu_mul", *_NORMS, "block", "block silu_mul", *_BLOCK_NORMS,
+              "permuted", "sums 32", "sums 64", "sums 128", "sums 256", "sums 128 silu_mul", "sums 128 rms_norm",
+              "sums 128 residual rms_norm", "sums 128 permuted", "rotated", "rotated silu_mul", "rotated rms_norm",
+              "rotated residual rms_norm", "rotated block")),
+) for what in some)  # fmt: skip
+"""Type of the codes, and what the call does besides; sums are of so many codes."""
 
 
 def calls_of(mode: str, m: int, k: int, x_type: str, device: str = "cuda") -> tuple[list, list, int]:
@@ -71,44 +45,44 @@ def calls_of(mode: str, m: int, k: int, x_type: str, device: str = "cuda") -> tu
     from jitgemm.activations.call import quantize_activations
     from jitgemm.kernel.formats import lhs_columns
 
-    q_type, options = MODES[mode]
-    dtype = torch.float8_e4m3fn if q_type == "e4m3" else torch.int8
-    affine = options.get("affine", False)
+    options = mode.split()
+    dtype = torch.float8_e4m3fn if options[0] == "e4m3" else torch.int8
+    affine = "affine" in options
     arguments: dict[str, Any] = {"affine": affine}
     parameter_bytes, wide = 0, k
-    if options.get("sums"):
-        arguments["correction"] = "bf16", options["sums"]
+    if "sums" in options:
+        arguments["correction"] = "bf16", int(options[2])
         wide = lhs_columns(k, arguments["correction"])
-    if options.get("static"):
+    if "static" in options:
         arguments |= {"scheme": "tensor", "scale": torch.tensor([0.05], device=device)}
-    if options.get("block"):
+    if "block" in options:
         arguments["scheme"] = "block"
-    if options.get("silu_mul"):
+    if "silu_mul" in options:
         arguments["silu_mul"] = True
-    if options.get("rms_norm"):
+    if "rms_norm" in options:
         arguments["rms_norm"] = torch.ones(k, device=device, dtype=torch.bfloat16)
         parameter_bytes = 2 * k
-    if options.get("rotated"):
+    if "rotated" in options:
         arguments["rotation"] = 128
-    if options.get("permuted"):
+    if "permuted" in options:
         arguments["permutation"] = torch.randperm(k, device=device).to(torch.int32)
         parameter_bytes = 4 * k
 
-    columns = 2 * k if options.get("silu_mul") else k
+    columns = 2 * k if "silu_mul" in options else k
     x_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[x_type]
-    scales = -(-k // 128) if options.get("block") else 1
+    scales = -(-k // 128) if "block" in options else 1
     moved = m * (columns * X_BYTES[x_type] + wide + 4 * scales + (4 if affine else 0)) + parameter_bytes
-    moved += 2 * m * k * X_BYTES[x_type] if options.get("residual") else 0
+    moved += 2 * m * k * X_BYTES[x_type] if "residual" in options else 0
     copies = min(MAX_COPIES, max(2, int(COLD_BYTES / moved) + 1))
     sources, targets = [], []
     for _ in range(copies):
         sources.append(torch.randn(m, columns, device=device).to(x_dtype))
         out = [torch.empty(m, wide, dtype=dtype, device=device), torch.empty(m, device=device)]
-        if options.get("block"):  # as the quantiser makes them
+        if "block" in options:  # as the quantiser makes them
             out[1] = torch.empty(scales, -(-m // 4) * 4, device=device).T[:m]
         if affine:
             out.append(torch.empty(m, dtype=torch.int32, device=device))
-        sums = torch.randn_like(sources[-1]) if options.get("residual") else None
+        sums = torch.randn_like(sources[-1]) if "residual" in options else None
         targets.append({"out": tuple(out), "residual": sums, "residual_out": sums})
     ours = [
         lambda x=x, into=into: quantize_activations(x, dtype, **into, **arguments) for x, into in zip(sources, targets)
@@ -154,7 +128,7 @@ def main() -> None:
     parser.add_argument("--m", default="1,16,1024,8192", help="numbers of rows (default: %(default)s)")
     parser.add_argument("--k", default="4096,14336", help="codes of a row (default: %(default)s)")
     parser.add_argument("--x", default="bf16", choices=list(X_BYTES), help="type of x (default: %(default)s)")
-    parser.add_argument("--mode", action="append", choices=list(MODES), help="may be repeated; default: all")
+    parser.add_argument("--mode", action="append", choices=MODES, help="may be repeated; default: all")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each contestant (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results there too; - for stdout instead of the table")
     arguments = parser.parse_args()

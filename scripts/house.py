@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the package weighs: branches on a weight's code and on formats, what a call pulls in, large files, lines.
 
-    scripts/house.py [--json] [--list WHAT] [CHECKOUT]
+    scripts/house.py [--list WHAT] [CHECKOUT]
 
 CHECKOUT is another checkout to measure, such as a `git worktree` of an older commit. --list shows the places of one
 kind of branch, or the files of a call's closure with their lines.
@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,7 +171,6 @@ def measure(root: Path) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--list", choices=(*KINDS, *CLOSURES), help="the places, or the files, of one of these")
     options = parser.parse_args()
     root = options.checkout.resolve()
@@ -182,9 +179,6 @@ def main() -> None:
             print(f"{str(file.relative_to(root)):40}{lines_of(file):7,} lines")
     elif options.list:
         print(*places(root)[options.list], sep="\n")
-    elif options.json:
-        json.dump(measure(root), sys.stdout, indent=1)
-        print()
     else:
         for what, count in measure(root).items():
             print(f"{what:32}{count:8,}")

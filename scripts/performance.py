@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -163,19 +162,15 @@ def _time(cell: Document, name: str) -> float | None:
     return cell["us"].get(name)
 
 
-def times(columns: dict[str, str], document: Document, only: Callable[[Document], bool] = lambda cell: True) -> str:
+def times(columns: dict[str, str], document: Document) -> str:
     """A line a cell, microseconds of contestants, which `columns` gives a heading each."""
-    rows = [
-        [
-            f"{cell['n']} × {cell['k']}",
-            f"{cell['m']:,}",
-            _us(cell["floor_us"]),
-            *(_us(_time(cell, name)) for name in columns),
-        ]
-        for cell in document["cells"]
-        if only(cell)
-    ]
-    return _rows(["n × k", "m", "floor", *columns.values()], rows)
+    grouped, rows = "experts" in document["cells"][0], []
+    for cell in document["cells"]:
+        n, k, tokens = cell["n"], cell["k"], f"{cell['m']:,}"
+        place = [cell["layer"], f"{cell['experts']} × {n} × {k}", tokens] if grouped else [f"{n} × {k}", tokens]
+        rows.append([*place, _us(cell["floor_us"]), *(_us(_time(cell, name)) for name in columns)])
+    place = ["layer", "experts × n × k", "tokens"] if grouped else ["n × k", "m"]
+    return _rows([*place, "floor", *columns.values()], rows)
 
 
 def ratios(base: str, rows: dict[str, str], layer: tuple[int, int], document: Document) -> str:
@@ -216,15 +211,6 @@ def energy(columns: dict[str, str], document: Document) -> str:
         for cell in document["cells"]
     ]
     return _rows(["n × k", "m", *columns.values()], rows)
-
-
-def experts(columns: dict[str, str], document: Document) -> str:
-    rows = [
-        [cell["layer"], f"{cell['experts']} × {cell['n']} × {cell['k']}", f"{cell['m']:,}",
-         _us(cell["floor_us"]), *(_us(_time(cell, name)) for name in columns)]
-        for cell in document["cells"]
-    ]  # fmt: skip
-    return _rows(["layer", "experts × n × k", "tokens", "floor", *columns.values()], rows)
 
 
 def layers(rows: dict[str, str], document: Document) -> str:
@@ -614,16 +600,16 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
         energy, {"int8_2l": "int8, two levels", "e4m3_g128": "e4m3, groups of 128", "fp8row": "FP8, a scale a row"})),
     "layer": ("layer_h200", partial(layers, LAYER)),
     "experts-mxfp4": ("moe_mxfp4_h200", partial(
-        experts, {"mxfp4_ch": "a base a row", "mxfp4_g128": "a base for 128 k", "mxfp4_g32": "a scale for 32 k",
+        times, {"mxfp4_ch": "a base a row", "mxfp4_g128": "a base for 128 k", "mxfp4_g32": "a scale for 32 k",
                   "e4m3_g128": "int4, groups of 128", "hum_mxfp4": "humming, per token",
                   "hum_mxfp4_b128": "humming, per 128 k", "hum_mxfp4_a16": "humming, bf16"})),
     "experts-w8": ("moe_w8_h200", partial(
-        experts, {"w8_e4m3_ch": "e4m3", "w8_int8_ch": "int8", "w8_e4m3_block": "e4m3 in blocks",
+        times, {"w8_e4m3_ch": "e4m3", "w8_int8_ch": "int8", "w8_e4m3_block": "e4m3 in blocks",
                   "w8_e4m3_block_b128": "both in blocks", "dg_fp8_block": "DeepGEMM", "dg_fp8_block_masked": "masked",
                   "fp8row": "FP8", "bf16": "bf16"})),
-    "experts": ("moe_h200", partial(experts, OURS | {"int8_2l": "int8, two levels"} | PEERS)),
+    "experts": ("moe_h200", partial(times, OURS | {"int8_2l": "int8, two levels"} | PEERS)),
     "experts-g32": ("moe_g32_h200", partial(
-        experts, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
+        times, {"e4m3_g32": "e4m3", "e4m3_g32_f16": "e4m3, f16 sums", "int8_g32": "int8"})),
     "experts-divided": ("experts_h100", partial(
         divided, {"one_us": "one GPU", "shared_us": "shared", "one_all_us": "one GPU, all tokens", "own_us":
                   "collectives", "nvlink_us": "nvlink", "any_us": "any number"})),
@@ -660,17 +646,14 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
 
 
 def _run(command: Sequence[str], log: TextIO) -> tuple[int, bool]:
-    """A benchmark's exit status, and whether it was interrupted: it then ends by itself, with what it has measured."""
-    child, stopped = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True), False
-    try:
-        child.wait()
-    except KeyboardInterrupt:
-        stopped = True
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        child.send_signal(signal.SIGINT)
-        child.wait()
-        signal.signal(signal.SIGINT, before)
-    return child.returncode, stopped
+    """A benchmark's exit status, and whether Ctrl-C came, which both get: it then ends by itself, with what it has
+    measured."""
+    child, stopped = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log), False
+    while True:
+        try:
+            return child.wait(), stopped
+        except KeyboardInterrupt:
+            stopped = True
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

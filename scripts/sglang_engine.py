@@ -4,12 +4,11 @@
     python scripts/sglang_engine.py logprobs KIND OUT.jsonl           small checkpoints with real weights, all engines
 
 MODEL: llama8b or qwen3-30b, whose experts get uniform routing. QUANT: bf16; fp8 (a file with a scale per weight, from
-which SGLang makes one per row); w4a16 (a compressed-tensors file in 4 bits, by SGLang's Marlin, which it compiles);
-w4a8 (the same with e4m3 activations of experts, by SGLang's CUTLASS kernels; its linears in bf16, as SGLang has no
-kernel for them, so for qwen3-30b alone); jitgemm (quantised from bf16) with options or without, such as
-'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (a file of 4 bits with e4m3 activations of all layers). "+sync" behind a
-QUANT switches SGLang's overlapped scheduling off. SGLang's own humming needs a package that SGLang does not install,
-and its w4afp8 needs FP8 linears in blocks by DeepGEMM.
+which SGLang makes one per row); w4a8 (a compressed-tensors file in 4 bits with e4m3 activations of experts, by SGLang's
+CUTLASS kernels; its linears in bf16, as SGLang has no kernel for them, so for qwen3-30b alone); jitgemm (quantised from
+bf16) with options or without, such as 'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (a file of 4 bits with e4m3
+activations of all layers). "+sync" behind a QUANT switches SGLang's overlapped scheduling off. SGLang's own humming
+needs a package that SGLang does not install, and its w4afp8 needs FP8 linears in blocks by DeepGEMM.
 
 MODEL: gpt-oss-120b, its experts in MXFP4, see engine_lib/made_up.py. QUANT: sglang (the kernels that SGLang picks), one
 that its moe_runner_backend names (marlin, triton_kernel); jitgemm, with options or without.
@@ -76,12 +75,10 @@ def engine_of(model: str, quant: str) -> tuple[dict[str, Any] | None, dict[str, 
         return compressed(E4M3), ours
     if name == "fp8":
         return FP8, {}
-    if name == "w4a16":
-        return compressed(None), {}
     if name == "w4a8":
         config = compressed(E4M3)
         return config | {"ignore": [*config["ignore"], "re:.*self_attn.*"]}, {}
-    raise ValueError(f"QUANT: expected bf16, fp8, w4a16, w4a8, jitgemm or jitgemm-w4a8, got {name!r}")
+    raise ValueError(f"QUANT: expected bf16, fp8, w4a8, jitgemm or jitgemm-w4a8, got {name!r}")
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -188,6 +187,8 @@ def _shape(kernel: KernelSpec) -> tuple:
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
 
+KERNELS = 12
+"""By prediction, and families, of a problem."""
 HOLD_S = 0.2
 COMPILE_PART = 0.6
 """Part of a time limit after which no further kernel is compiled."""
@@ -233,25 +234,18 @@ def time_all(jobs: Jobs, measure: Callable[[list[Timed], int], None], minutes: f
 
 def _compile(kernels: Iterable[KernelSpec], deadline: float) -> set[KernelSpec]:
     """Those that are in the cache when the time is over."""
-    from jitgemm.errors import CompileError
     from jitgemm.jit.cache import process_cache as cache
+    from jitgemm.jit.compile_many import compile_all, default_threads, look_up
 
-    def build(kernel: KernelSpec) -> KernelSpec | None:
+    specs, built = {kernel.label: kernel for kernel in kernels}, set()
+    jobs = [look_up(cache, kernel_source(kernel)) for kernel in specs.values()]
+    for job in compile_all(cache, jobs, default_threads(), common.err()):
+        if job.error is None:
+            built.add(specs[job.source.label])
+        else:
+            common.note(f"left out: {str(job.error).splitlines()[0]}")
         if time.monotonic() > deadline:
-            return None
-        try:
-            cache.get_or_compile(kernel_source(kernel))
-        except CompileError as error:
-            common.note(f"left out: {str(error).splitlines()[0]}")
-            return None
-        return kernel
-
-    unique, started, built = list(dict.fromkeys(kernels)), time.monotonic(), set()
-    with ThreadPoolExecutor() as pool:
-        for done, kernel in enumerate(pool.map(build, unique), 1):
-            built |= {kernel} if kernel else set()
-            if done % 200 == 0 or done == len(unique):
-                common.note(f"{len(built)} of {len(unique)} kernels built, {time.monotonic() - started:.0f} s")
+            break
     return built
 
 
@@ -470,7 +464,6 @@ Held = Annotated[
     bool,
     typer.Option("--held", help="Hold each kernel for a while: large GEMMs run at the power limit, a burst does not."),
 ]
-Kernels = Annotated[int, typer.Option("--kernels", min=1, help="Kernels by prediction, and families, of a problem.")]
 
 
 @app.command("run")
@@ -487,13 +480,14 @@ def run_command(
         list[int] | None, typer.Option("--m", min=1, help="May be repeated.", show_default="16 of them")
     ] = None,
     moe: Annotated[
-        bool, typer.Option("--moe", help="Time the grouped GEMMs of benchmark.py --moe instead; --m counts tokens.")
-    ] = False,
-    preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", metavar="NAME", help="Of --moe. May be repeated.", show_default="usual"),
+        typer.Option(
+            "--moe",
+            metavar="PRESET",
+            help="Time the grouped GEMMs of this preset of benchmark.py --moe instead, or of "
+            "the usual ones; --m counts tokens. May be repeated.",
+        ),
     ] = None,
-    kernels: Kernels = 12,
     held: Held = False,
     minutes: Minutes = 10.0,
 ) -> None:
@@ -504,19 +498,17 @@ def run_command(
         for name in formats or FORMATS
         for n, k in ([common.parse_shape(text) for text in shape] if shape else SHAPES)
     ]
-    if preset and not moe:
-        raise ValueError("--preset: expected --moe, whose layers it names")
     cells = [(*layer, tokens) for layer in layers for tokens in m or MS]
     if moe:
         if shape:
             raise ValueError("--moe: --shape cannot be combined with it")
         cells = [
             (name, cell.n, cell.k, cell.m, *astuple(cell.experts))
-            for cell in make_moe_cells(preset or (), m)
+            for cell in make_moe_cells(() if moe == ["usual"] else moe, m)
             for name in formats or MOE_FORMATS
         ]
     device = _this_device()
-    jobs = {cell: kernels_of(problem_of(cell), device, kernels) for cell in cells}
+    jobs = {cell: kernels_of(problem_of(cell), device, KERNELS) for cell in cells}
     sweep.all = time_all(jobs, at_power_limit if held else briefly, minutes)
     _finish(sweep, out)
 
@@ -576,7 +568,6 @@ def regret(
 def fit_command(
     files: Annotated[list[Path], typer.Argument(help="Files of timings, one a device.")],
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to fit.")] = 300,
-    seed: Annotated[int, typer.Option("--seed")] = 1,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -592,7 +583,7 @@ def fit_command(
     for sweep in map(Sweep.read, files):
         fitted = {cell: us for cell, us in sweep.timings().items() if not held_out(*cell[1:3])}
         parts.append((of_the_selector(fitted, sweep.device), sweep.device))
-    for (name, key), value in fit(parts, seconds, seed, only or ()).items():
+    for (name, key), value in fit(parts, seconds, 1, only or ()).items():
         print(f"{name}{'' if key is None else f'[{key!r}]'} = {value:.4g}")
 
 

@@ -195,23 +195,12 @@ def best_of(document: dict[str, Any], cell: dict[str, Any], names: Sequence[str]
     return (min(timed)[1], min(timed)[0]) if timed else None
 
 
-def wrong_results(document: dict[str, Any]) -> list[str]:
-    """Results of ours that were not right."""
-    ours = set(names_of(document, ours=True))
-    return [
-        f"{from_record(cell).name} {name}: {result['note'] or 'wrong'}"
-        for cell in document["cells"]
-        for name, result in cell["results"].items()
-        if name in ours and result.get("correct") is False
-    ]
-
-
-def failed_results(document: dict[str, Any]) -> list[str]:
-    """Cells of ours that could not be run though they should have been."""
-    ours = set(names_of(document, ours=True))
-    return [
-        f"{from_record(cell).name} {name}: {result['note']}"
-        for cell in document["cells"]
-        for name, result in cell["results"].items()
-        if name in ours and result["note"].startswith("failed")
-    ]
+def bad_results(document: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Results of ours that were not right, and cells of ours that could not be run though they should have been."""
+    ours, wrong, failed = set(names_of(document, ours=True)), [], []
+    for cell in document["cells"]:
+        for name, result in cell["results"].items():
+            if name in ours and (result.get("correct") is False or result["note"].startswith("failed")):
+                some = wrong if result.get("correct") is False else failed
+                some.append(f"{from_record(cell).name} {name}: {result['note'] or 'wrong'}")
+    return wrong, failed

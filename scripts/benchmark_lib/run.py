@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from .cells import H200, Cell, Format, Rates, to_record
@@ -37,25 +35,17 @@ def compile_ahead(cells: Sequence[Cell], formats: Sequence[Format]) -> tuple[int
     """
     import torch
 
-    from jitgemm.errors import JitGemmError
+    from jitgemm.cli.common import err
     from jitgemm.jit.cache import KernelCache
+    from jitgemm.jit.compile_many import compile_all, default_threads, look_up
     from jitgemm.kernel.render import kernel_source
     from jitgemm.runtime.device import device_of
     from jitgemm.select.choose import choose
 
-    device = device_of(torch.cuda.current_device())
-    specs = [choose(cell.problem(fmt), device) for fmt in formats for cell in cells]
-    cache = KernelCache()
-
-    def build(spec) -> bool:  # type: ignore[no-untyped-def]
-        try:
-            return cache.get_or_compile(kernel_source(spec))[1]
-        except JitGemmError:
-            return False
-
-    distinct = list(dict.fromkeys(specs))
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return len(distinct), sum(pool.map(build, distinct))
+    device, cache = device_of(torch.cuda.current_device()), KernelCache()
+    specs = dict.fromkeys(choose(cell.problem(fmt), device) for fmt in formats for cell in cells)
+    jobs = [look_up(cache, kernel_source(spec)) for spec in specs]
+    return len(jobs), sum(job.compiled for job in compile_all(cache, jobs, default_threads(), err(), bar=False))
 
 
 def measure(

@@ -107,12 +107,11 @@ def side_by_side(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """(columns, rows) of everybody's microseconds."""
     names = [n for n in names_of(document) if any(cell["results"].get(n, {}).get("us") for cell in document["cells"])]
     grouped = _grouped(document)
-    with_layers = not grouped and any(cell.get("layer") for cell in document["cells"])
     bits = {floor_bits(cell) for cell in document["cells"]}
-    columns = [*PLACE[grouped], *(["layer"] if with_layers else []), "8-bit floor" if bits == {8} else "floor", *names]
+    columns = [*PLACE[grouped], "8-bit floor" if bits == {8} else "floor", *names]
     rows = []
     for cell in document["cells"]:
-        start = [*_place(cell), *([cell.get("layer", "")] if with_layers else []), _us(cell["floor_us"])]
+        start = [*_place(cell), _us(cell["floor_us"])]
         rows.append(start + [_us(cell["results"].get(name, {}).get("us")) for name in names])
     return columns, rows
 

@@ -1,6 +1,7 @@
 """scripts/performance.py: the documentation's tables of times are those of the files in docs/performance."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -83,10 +84,12 @@ def test_an_interrupted_benchmark_ends_by_itself(tmp_path):
         f"log = open({str(path)!r}, 'w')\nprint(performance._run([sys.executable, '-c', {wait!r}], log), flush=True)\n"
     )
     code += "print(performance._run([sys.executable, '-c', 'exit(3)'], log))"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         while process.poll() is None and not (path.exists() and "ready" in path.read_text()):
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.communicate(timeout=50)[0].splitlines() == ["(7, True)", "(3, False)"]
 
 
