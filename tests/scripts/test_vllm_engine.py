@@ -185,26 +185,39 @@ from types import SimpleNamespace
 
 
 class SamplingParams:
-    def __init__(self, temperature, max_tokens, prompt_logprobs, detokenize):
-        pass
+    def __init__(self, temperature, max_tokens, prompt_logprobs, detokenize, logprobs=None, ignore_eos=False):
+        self.made = max_tokens * ignore_eos
 
 
 class LLM:
     def __init__(self, model, quantization="vllm", enforce_eager=False, tensor_parallel_size=1, **arguments):
-        name = f"{os.path.basename(model)} {quantization}{' eager' * enforce_eager}"
-        self.says = json.loads(os.environ["SAYS"])[name]
-        if name == "gptq jitgemm":
+        config = json.load(open(os.path.join(model, "config.json"))).get("quantization_config", {})
+        name = " ".join([config.get("quant_method", "bf16"), *(each for each in ("tp_invariant", "sums") if each in config)])
+        self.says = json.loads(os.environ["SAYS"])[f"{name} {quantization}{' eager' * enforce_eager} {tensor_parallel_size}"]
+        if quantization == "jitgemm" and name == "gptq":
             atexit.register(os._exit, 134)  # as vLLM's interpreters do now and then, behind their answer
-        method = json.load(open(os.path.join(model, "config.json"))).get("quantization_config", {}).get("quant_method")
-        assert os.path.basename(model) == (method or "bf16") and tensor_parallel_size == 2
 
     def generate(self, prompts, how, use_tqdm):
+        assert not how.made or os.environ["VLLM_BATCH_INVARIANT"] == "1"
+        first, rest, third = self.says
         for prompt in prompts:
             ids = prompt["prompt_token_ids"]
-            first = len(ids) == 64
-            values = [None] + [{each: SimpleNamespace(logprob=self.says[not first])} for each in ids[1:]]
-            yield SimpleNamespace(prompt_logprobs=values)
+            value = SimpleNamespace(logprob=first if len(ids) == 64 else rest)
+            made = [7, 7, third, *range(3, how.made)]
+            said = SimpleNamespace(token_ids=made, logprobs=[{token: value} for token in made])
+            yield SimpleNamespace(prompt_logprobs=[None, *({each: value} for each in ids[1:])], outputs=[said])
 """
+
+
+@pytest.fixture
+def says(tmp_path, monkeypatch):
+    """Has the stand-in answer {engine: (logprob in the first prompt, in the others, third token that it makes)}."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(SAYS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    monkeypatch.setattr(vllm_engine, "small", configs_alone)
+    return lambda answers: monkeypatch.setenv("SAYS", json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
@@ -221,36 +234,6 @@ def written(request, library, tmp_path_factory):
     linears = 4 if request.param == "moe" else 7
     assert len(drawn) == (linears + (3 * 16 if request.param == "moe" else 0))
     return folder, drawn
-
-
-def same_weight(weight, *layers):
-    """Whether a packed weight holds these layers' rows, bit for bit."""
-    q, scale, zero = weight.unpack()
-    codes, scales = (torch.cat(parts) for parts in zip(*layers, strict=True))
-    return zero is None and builders.same_bits(q, codes) and builders.same_bits(scale, scales)
-
-
-@pytest.mark.parametrize("name", checkpoints.PACKED)
-def test_a_model_of_a_checkpoint_has_the_weights_that_were_drawn(written, name):
-    import transformers
-    from safetensors.torch import load_file
-
-    folder, drawn = written
-    config = transformers.AutoConfig.from_pretrained(folder / "bf16")
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    left = dict(drawn)
-    for layer in jitgemm.nn.load_(model, folder / name, device="cpu"):
-        module = model.get_submodule(layer)
-        if isinstance(module, jitgemm.nn.W4A8Linear):
-            assert same_weight(module.weight, left.pop(layer)), layer
-            continue
-        for e in range(16):
-            gate, up, down = (left.pop(f"{layer}.{e}.{part}_proj") for part in ("gate", "up", "down"))
-            assert same_weight(module.w13.weight[e], gate, up) and same_weight(module.w2.weight[e], down), (layer, e)
-    assert left == {}
-    plain, state = load_file(folder / "bf16" / "model.safetensors"), model.state_dict()
-    others = [tensor for tensor in plain if "_proj" not in tensor]
-    assert "lm_head.weight" in others and all(builders.same_bits(state[each], plain[each]) for each in others)
 
 
 def test_the_file_in_bf16_holds_the_values_of_those_in_4_bits(written, library):
@@ -277,8 +260,9 @@ def configs_alone(kind, folder, names):
     """What `small` writes, without weights: a stand-in for vLLM reads none."""
     for name in ("bf16", *names):
         (folder / name).mkdir()
-        quantization = checkpoints.KINDS[kind][name][1] if name != "bf16" else {}
-        (folder / name / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+        (folder / name / "model.safetensors").touch()
+        quantization = {"quantization_config": checkpoints.KINDS[kind][name][1]} if name != "bf16" else {}
+        (folder / name / "config.json").write_text(json.dumps(quantization))
 
 
 @pytest.mark.parametrize("kind", ["moe-mxfp4", "gpt-oss"])
@@ -306,87 +290,43 @@ def test_files_in_mxfp4_hold_the_values_of_that_in_bf16(tmp_path, kind):
         assert packed[f"{above}_bias"].std() > 0.05
 
 
-def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, monkeypatch):
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(SAYS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    says = {"bf16 vllm": (-2, -3), "gptq vllm": (-2.5, -3.25), "gptq vllm eager": (-2.5, -3), "gptq jitgemm": (-2, -1)}
-    says |= {
-        "gptq jitgemm eager": (-2, -1),
-        "compressed-tensors vllm": (-2, -3),
-        "compressed-tensors jitgemm": (-2, -4),
-    }
-    says["compressed-tensors jitgemm eager"] = (-2, -3)
-    monkeypatch.setenv("SAYS", json.dumps(says))
-    monkeypatch.setattr(vllm_engine, "small", configs_alone)
+def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, says):
+    said = {"bf16 vllm": (-2, -3), "gptq vllm": (-2.5, -3.25), "gptq vllm eager": (-2.5, -3)}
+    said |= dict.fromkeys(("gptq jitgemm", "gptq jitgemm eager"), (-2, -1))
+    said |= {"compressed-tensors vllm": (-2, -3), "compressed-tensors jitgemm": (-2, -4)}
+    said["compressed-tensors jitgemm eager"] = (-2, -3)
+    says({f"{name} 2": (*values, 7) for name, values in said.items()})
     out = tmp_path / "out.jsonl"
     vllm_engine.logprobs("dense", str(out), 2, None)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(row["kind"] == "dense" and row["tp"] == 2 and "commit" in row for row in rows)
-    failed = [(row["checkpoint"], row["engine"]) for row in rows if "failed" in row]
-    found = {(row["checkpoint"], row["engine"]): row for row in rows if "failed" not in row}
-    apart = {("bf16", "bf16"): (0, 0), ("gptq", "vllm"): (0.5, 0.25), ("gptq", "vllm-eager"): (0.5, 0)}
-    apart |= {("gptq", name): (0, 2) for name in ("jitgemm", "jitgemm-eager")}
-    equal = {("gptq", "vllm-eager"): False, ("gptq", "jitgemm-eager"): True}
-    assert failed == [("compressed-tensors", "vllm-eager")]
-    apart |= {("compressed-tensors", name): far for name, far in (("vllm", (0, 0)), ("jitgemm", (0, 1)))}
-    apart["compressed-tensors", "jitgemm-eager"] = 0, 0
-    equal["compressed-tensors", "jitgemm-eager"] = False
-    assert found.keys() == apart.keys()
+    found = {f"{row['checkpoint']} {row['engine']}": row for row in rows}
+    assert [name for name in found if "failed" in found[name]] == ["compressed-tensors vllm-eager"]
+    del found["compressed-tensors vllm-eager"]
+    equal = {"gptq vllm-eager": False, "gptq jitgemm-eager": True, "compressed-tensors jitgemm-eager": False}
     assert {name: row["equal_to_compiled"] for name, row in found.items() if "equal_to_compiled" in row} == equal
     first, rest = 63, sum(63 + 50 * i for i in range(1, 8))  # tokens with logprobs in the first prompt, in the others
-    for name, (a, b) in apart.items():
-        assert found[name]["most_apart"] == max(a, b)
-        assert found[name]["mean_apart"] == pytest.approx((a * first + b * rest) / (first + rest))
+    assert found.keys() == {name.replace(" eager", "-eager") for name in said} - {"bf16 vllm"} | {"bf16 bf16"}
+    for name, values in said.items():
+        a, b = (abs(mine - theirs) for mine, theirs in zip(values, said["bf16 vllm"]))
+        row = found["bf16 bf16" if name == "bf16 vllm" else name.replace(" eager", "-eager")]
+        assert row["most_apart"] == max(a, b)
+        assert row["mean_apart"] == pytest.approx((a * first + b * rest) / (first + rest))
 
 
-SAYS_TOO = """
-import json
-import os
-from types import SimpleNamespace
-
-
-class SamplingParams:
-    def __init__(self, temperature, max_tokens, prompt_logprobs, detokenize, logprobs, ignore_eos):
-        self.made = max_tokens
-
-
-class LLM:
-    def __init__(self, model, tensor_parallel_size, enforce_eager=False, **arguments):
-        options = json.load(open(os.path.join(model, "config.json")))["quantization_config"]
-        assert os.path.exists(os.path.join(model, "model.safetensors")) and os.environ["VLLM_BATCH_INVARIANT"] == "1"
-        if options.get("sums") == "exact" and tensor_parallel_size == 2:
-            os._exit(3)
-        self.apart = 0.0 if options.get("tp_invariant") else 0.5 * tensor_parallel_size * (1 - enforce_eager)
-
-    def generate(self, prompts, how, use_tqdm):
-        for prompt in prompts:
-            words = [{each: SimpleNamespace(logprob=-1.0)} for each in prompt["prompt_token_ids"]]
-            made = [7 + int(self.apart) * (i == 2) for i in range(how.made)]
-            said = [{token: SimpleNamespace(logprob=self.apart - 2)} for token in made]
-            said = SimpleNamespace(token_ids=made, logprobs=said)
-            yield SimpleNamespace(prompt_logprobs=[None, *words[1:]], outputs=[said])
-"""
-
-
-def test_numbers_of_gpus_are_compared_by_tokens_and_logprobs(tmp_path, monkeypatch):
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(SAYS_TOO)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-
-    def with_a_file(kind, folder, names):
-        configs_alone(kind, folder, names)
-        (folder / "bf16" / "model.safetensors").touch()
-
-    monkeypatch.setattr(vllm_engine, "small", with_a_file)
+def test_numbers_of_gpus_are_compared_by_tokens_and_logprobs(tmp_path, says):
+    invariant, plain = "jitgemm tp_invariant vllm", "jitgemm vllm"
+    said = {
+        f"{name}{mode} {tp}": (-1, -1, 7) for name in (invariant, plain) for mode in ("", " eager") for tp in (1, 2)
+    }
+    said |= {f"{plain} 2": (-1, -1.5, 8)} | {f"jitgemm sums vllm{mode} 1": (-1, -1, 7) for mode in ("", " eager")}
+    says(said)
     out, quants = tmp_path / "out.jsonl", ['jitgemm:{"tp_invariant": true}', "jitgemm", 'jitgemm:{"sums": "exact"}']
     vllm_engine.same(quants, str(out), "dense", [1, 2], ["eager", "compiled"], 60)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["quant"], row["mode"]) for row in rows] == [
-        (each, mode) for each in quants for mode in ("eager", "compiled")
-    ]
-    assert all(row["tp"] == [1, 2] for row in rows) and [row.get("failed") for row in rows] == [None] * 4 + [[2]] * 2
+    each = [(quant, mode, [1, 2]) for quant in quants for mode in ("eager", "compiled")]
+    assert [(row["quant"], row["mode"], row["tp"]) for row in rows] == each
+    assert [row.get("failed") for row in rows] == [None] * 4 + [[2]] * 2
     found = [(row["equal_tokens"], row["equal_logprobs"], row["most_apart"]) for row in rows[:4]]
-    assert found == [(True, True, 0), (True, True, 0), (True, True, 0), (False, False, 0.5)]
+    assert found == 3 * [(True, True, 0)] + [(False, False, 0.5)]
     assert rows[0]["tokens"] == 8 * 24 and rows[0]["logprobs"] == 8 * 24 + sum(63 + 50 * i for i in range(8))
