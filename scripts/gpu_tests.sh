@@ -7,7 +7,8 @@
 #
 # Most of a test is the host's work, so GPU_TESTS_SHARDS processes (default: one for two CPUs, at most 8 a GPU) run a part
 # of the tests each at the same time, with their share of the CPUs as threads. Of several GPUs each takes another first.
-# They share a kernel cache, empty at first (GPU_TESTS_CACHE names another), and compile no kernel twice.
+# They share a kernel cache, empty at first (GPU_TESTS_CACHE names another), and compile no kernel twice. One more runs
+# the tests that are of several processes, which wait for one another most of the time.
 #
 # GPU_TESTS_LIMIT_S limits the run (default 540 seconds): processes then end as by Ctrl-C, with a summary of what ran.
 # A failure is printed when it happens. Exits as the pytest that did worst does; 124: the limit.
@@ -46,18 +47,22 @@ tail -n +1 -f --pid=$$ "$GPU_TESTS_FAILURES" &
 watch=$!
 
 processes=()
-for shard in $(seq "$shards"); do
+for shard in 0 $(seq "$shards"); do
+    part=(-m "gpu and not ranks" --shard "$shard/$shards")
+    [ "$shard" -gt 0 ] || part=(-m "gpu and ranks")
     if [ "$gpus" -gt 1 ]; then # device 0 of a process is another GPU in turn, and tests that need two see all
         order="$(for i in $(seq "$gpus"); do echo $(((shard + i) % gpus)); done | paste -sd,)"
         export CUDA_VISIBLE_DEVICES="$order"
     fi
-    timeout --kill-after=20 "${GPU_TESTS_LIMIT_S:-540}" "$PYTHON" -m pytest -m gpu --tb=short --durations=10 \
-        --shard "$shard/$shards" "$@" >"$logs/shard-$shard" 2>&1 &
+    timeout --kill-after=20 "${GPU_TESTS_LIMIT_S:-540}" "$PYTHON" -m pytest "${part[@]}" --tb=short --durations=10 \
+        "$@" >"$logs/shard-$shard" 2>&1 &
     processes+=($!)
 done
-status=0
+status=5 # no tests
 for process in "${processes[@]}"; do
-    wait "$process" || { code=$?; status=$((code > status ? code : status)); }
+    code=0
+    wait "$process" || code=$?
+    [ "$code" = 5 ] || status=$((status == 5 || code > status ? code : status))
 done
 kill "$watch" 2>/dev/null || true
 cat "$logs"/shard-*

@@ -153,11 +153,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         shards: list[list[pytest.Item]] = [[] for _ in range(parts)]
         seen: Counter[str] = Counter()
         for item in items:  # the cases of a test take as long as one another: they go round
-            on_a_gpu = bool(item.get_closest_marker("gpu"))
-            of_ranks = on_a_gpu and "both" in getattr(item, "fixturenames", ())  # which a file starts once
-            name = item.path.name if of_ranks else item.nodeid.partition("[")[0] + " on a GPU" * on_a_gpu
+            name = item.nodeid.partition("[")[0] + " on a GPU" * bool(item.get_closest_marker("gpu"))
             shards[(zlib.crc32(name.encode()) + seen[name]) % parts].append(item)
-            seen[name] += not of_ranks
+            seen[name] += 1
         items[:] = shards.pop(part - 1)
         config.hook.pytest_deselected(items=sum(shards, []))
     if not any("gpu" in item.keywords for item in items):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import builders
 import pytest
@@ -22,7 +23,7 @@ from jitgemm.moe import exchange
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from jitgemm.nn.parallel.styles import EXCHANGES
 
-pytestmark = [pytest.mark.gpu, ranks.needs_gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks, ranks.needs_gpu]
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +223,9 @@ def killed(*_) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def one_rank_ends(rank: int, folder: str, said: str, by_signal: bool) -> None:
+def one_rank_ends(rank: int, folder: str, said: list[Path], by_signal: bool) -> None:
     """Rank 0's call ends between dispatch and collect, or its process does; rank 1's call waits for it."""
-    sys.stderr = open(said, "w")
+    sys.stderr = said[rank].open("w")
     os.dup2(sys.stderr.fileno(), 2)  # the driver writes there
     _, nvlink = both_exchanges(ranks.join(rank, folder, "cuda"), "e4m3", 8)
     given = tokens_of(rank, 5, torch.bfloat16)
@@ -232,14 +233,15 @@ def one_rank_ends(rank: int, folder: str, said: str, by_signal: bool) -> None:
         nvlink(*given)
         torch.cuda.synchronize()
         if rank == 0:
-            exchange.multiply = (
-                killed if by_signal else None
-            )  # as a kernel that does not compile, or memory that is not there
+            # None: as a kernel that does not compile, or memory that is not there.
+            exchange.multiply = killed if by_signal else None
             with pytest.raises(TypeError):
                 nvlink(*given)
             with pytest.raises(RuntimeError, match="exchange: expected every call before this one to end"):
                 nvlink(*given)
-            time.sleep(8)
+            deadline = time.monotonic() + 4 * LIMIT_S
+            while "as expected" not in said[1].read_text() and time.monotonic() < deadline:
+                time.sleep(0.1)  # it needs this rank's memory
         else:
             began = time.monotonic()
             nvlink(*given)
@@ -255,7 +257,7 @@ def test_a_rank_whose_other_one_ended_stops_with_a_message(tmp_path, monkeypatch
     monkeypatch.setenv("JITGEMM_EXCHANGE_TIMEOUT_S", str(LIMIT_S))
     context = torch.multiprocessing.get_context("spawn")
     said = [tmp_path / f"rank{rank}" for rank in range(2)]
-    arguments = [(rank, str(tmp_path), str(said[rank]), by_signal) for rank in range(2)]
+    arguments = [(rank, str(tmp_path), said, by_signal) for rank in range(2)]
     processes = [context.Process(target=one_rank_ends, args=each) for each in arguments]
     for process in processes:
         process.start()

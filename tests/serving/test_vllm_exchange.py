@@ -101,6 +101,7 @@ def test_a_rank_gets_the_results_of_its_own_tokens(two, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.ranks
 @needs_gpu
 def test_kernels_give_a_rank_the_results_of_its_own_tokens(tmp_path):
     with two_ranks(tmp_path, "cuda") as run:
