@@ -9,7 +9,8 @@
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
 own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16) with options or without, such as
 'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). The plug-in is found from this checkout,
-installed or not. Qwen3's experts get uniform routing: with weights of no meaning routers route alike.
+installed or not. Qwen3's experts get uniform routing: with weights of no meaning routers route alike. vLLM 0.26's
+humming has no int4 experts with e4m3 inputs, so humming is for llama8b.
 
 MODEL: gpt-oss-120b or v4-flash-moe, DeepSeek-V4-Flash's experts in layers of Qwen3-MoE, whose attention needs no
 libraries next to vLLM; their experts in MXFP4, see engine_lib/made_up.py. QUANT: vllm (the kernels that vLLM picks for
@@ -29,7 +30,9 @@ Each engine is a process of its own; its log lies beside OUT. All start at once,
 all have started they take turns, a size at a time, in --rounds: what slows the host for a while slows all of them. An
 engine that has not started within --start-seconds is ended; after --seconds no more is asked, and what was measured by
 then is written. An idle engine leaves the GPU alone. OUT has the medians, and each round's figures under "rounds". For
-the time that one engine takes to start, give one.
+the time that one engine takes to start, give one. With COPIED_EXPERTS=1 in the environment jitgemm quantises experts in
+floats for one layer, and all others get copies, in memory of their own, as a step takes as long with any values: else
+Qwen3's 48 layers take minutes. Its row says so.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from typing import Any
 from engine_lib import logprobs as compared
 from engine_lib import turns
 from engine_lib.checkpoints import E4M3, FP4_SCHEME, GPT_OSS, KINDS, compressed, small
-from engine_lib.made_up import VARIABLE
+from engine_lib.made_up import COPIED, VARIABLE
 from engine_lib.models import MODELS
 from engine_lib.turns import SYNC, report
 
@@ -125,6 +128,8 @@ def engine(model: str, quant: str, out: str, beside: int, steps: int) -> None:
     row |= {"started_beside": beside, "layers": layers}
     if model in MXFP4:
         row["sets_of_experts"] = SETS
+    if quant.startswith("jitgemm") and COPIED in os.environ:
+        row["experts"] = "copies of the first layer's"
     print(f"started in {row['start_s']} s", file=sys.stderr)
 
     def outputs(sequences: int, tokens: int, made: int) -> list[float]:

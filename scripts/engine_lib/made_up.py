@@ -8,10 +8,13 @@ A model in MXFP4, with all layers, is larger than what several engines have of o
 experts of layer i % MADE_UP_EXPERTS, hundreds of megabytes later: no L2 cache holds them until then. All else is each
 layer's own. Without that variable layers have their own experts, and vLLM's codes stay as they are. For vLLM 0.26,
 whose FusedMoE is a function, and SGLang's gpt-oss.
+
+With COPIED_EXPERTS jitgemm's experts of models in floats have the values of the first layer's: see `copy_experts`.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import sys
@@ -19,11 +22,13 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
-VARIABLE = "MADE_UP_EXPERTS"
+VARIABLE, COPIED = "MADE_UP_EXPERTS", "COPIED_EXPERTS"
 ROUTED = ("embed_tokens.weight", "embedding.weight", "mlp.gate.weight", "mlp.router.weight", "experts.gate.weight")
 
 
 def register_vllm() -> None:
+    if COPIED in os.environ:
+        copy_experts()
     if VARIABLE not in os.environ:
         return
     from vllm.model_executor.model_loader import register_model_loader
@@ -63,6 +68,21 @@ def register_sglang() -> None:
         return build(*args, **options)
 
     loader._initialize_model = built
+
+
+def copy_experts() -> None:
+    """Has jitgemm quantise made-up experts for one layer; the others get copies of them, in memory of their own."""
+    from jitgemm.serving.experts import CollectedExperts
+
+    quantised, packed = CollectedExperts.random, {}
+
+    def first_or_copy(self: Any, *sizes: int) -> Any:
+        key = self.start, sizes
+        if key not in packed:
+            packed[key] = quantised(self, *sizes)
+        return copy.deepcopy(packed[key])
+
+    CollectedExperts.random = first_or_copy  # type: ignore[method-assign]
 
 
 def share(distinct: int) -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import builders
 import pytest
@@ -16,6 +17,8 @@ import torch
 
 import jitgemm
 import jitgemm.nn
+from jitgemm.nn.recipe import Recipe
+from jitgemm.serving.experts import CollectedExperts
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
@@ -152,6 +155,20 @@ def test_layers_take_experts_in_turn():
     layers = [made(prefix=f"layers.{i}") for i in range(5)]
     assert [layer["prefix"] for layer in layers] == ["layers.0", "layers.1"] * 2 + ["layers.0"]
     assert layers[0] is layers[2]
+
+
+def test_experts_after_the_first_layer_s_are_copies_in_memory_of_their_own(monkeypatch):
+    quantised, random = [], CollectedExperts.random
+    monkeypatch.setattr(CollectedExperts, "random", lambda *given: quantised.append(given[1:]) or random(*given))
+    made_up.copy_experts()
+    stored = SimpleNamespace(floats=True, sources={})
+    method = SimpleNamespace(config=None, names=["m"], stored=stored, recipe=Recipe(scheme="int4"))
+    for part, widths, k in (("w13", [64, 64], 128), ("w2", [128], 64)):
+        collected = CollectedExperts(method, part, 2, widths, k, k, 0, 64)
+        first, second = (collected.made_up() for _ in range(2))
+        assert torch.equal(first.weight.blocks, second.weight.blocks) and second.weight.ready
+        assert first.weight.blocks.data_ptr() != second.weight.blocks.data_ptr()
+    assert quantised == [(2, 128, 128), (2, 128, 64)]
 
 
 def test_made_up_weights_have_random_codes_near_scales_and_wide_routers():
