@@ -51,9 +51,10 @@ __device__ __forceinline__ u32 rotate(Vector<kFp32> (&y)[kCount]) {
     }
 #pragma unroll
     for (u32 distance = kHalf; distance < kValues / 2; distance *= 2) for_pairs(distance, add_own);
+    constexpr u32 kOdd = 0x6996;  // bit i: i has an odd number of ones
     auto sign = [&](u32 i) {
         const u32 place = threadIdx.x % kLanes + (i & kHalf ? kLanes : 0);  // of a four
-        return __popc(place & place >> 1) % 2 ? -1.0f : 1.0f;
+        return __uint_as_float(__float_as_uint(1.0f) | (kOdd >> (place & place >> 1) & 1) << 31);
     };
     u32 largest = 0;
     for_pairs(kValues / 2, [&](u32 i, u32 j, float low, float high) {
