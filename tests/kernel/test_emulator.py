@@ -29,7 +29,7 @@ from jitgemm.activations.run import QuantizeCall, quantize
 from jitgemm.activations.scheme import Gate, Prologue
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
-from jitgemm.gemm.problem import Gemm, Groups
+from jitgemm.gemm.problem import Gemm
 from jitgemm.kernel import render
 from jitgemm.kernel.codes import GROUP_SIZES
 from jitgemm.kernel.spec import KernelSpec
@@ -145,14 +145,14 @@ GROUPED = {
 @pytest.mark.parametrize("label", GROUPED)
 def test_a_grouped_gemm_is_within_its_bound(emulator, label, gathered):
     spec = KernelSpec.from_label(label)
-    operands, groups = grouped_problem(spec, GROUPED[label], gathered)
-    GemmLaunch(operands._replace(groups=groups), spec).launch(operands._replace(groups=groups))
+    operands = grouped_problem(spec, GROUPED[label], gathered)
+    GemmLaunch(operands, spec).launch(operands)
     assert emulator.launched == [label]
-    assert_experts_within_the_bound(operands, groups, GROUPED[label])
+    assert_experts_within_the_bound(operands, GROUPED[label])
 
 
-def assert_experts_within_the_bound(operands: Gemm, groups: Groups, counts: list[int]) -> None:
-    end = 0
+def assert_experts_within_the_bound(operands: Gemm, counts: list[int]) -> None:
+    groups, end = operands.groups, 0
     for e, count in enumerate(counts):
         begin, end = end, end + count
         rows = torch.arange(begin, end) if groups.row_index is None else groups.row_index[begin:end].long()
@@ -174,7 +174,7 @@ WILD = {
 @pytest.mark.parametrize("label", ["e4m3-g128-bf16-m8n64-k1x2-s4-e64", "s8fast-g128-bf16-m80n128-s4-e64"])
 def test_sizes_of_experts_that_cannot_be_are_clamped_and_no_other_row_is_touched(monkeypatch, label, sizes):
     spec = KernelSpec.from_label(label)
-    operands, _ = grouped_problem(spec, [12] * 5, False)
+    operands = grouped_problem(spec, [12] * 5, False)
     given = torch.tensor(WILD[sizes], dtype=torch.int64 if "64" in sizes else torch.int32)
     outs = []
     for run in (lambda: None, lambda: emulate(monkeypatch)):
@@ -205,9 +205,9 @@ def test_a_cta_has_several_tiles_of_experts(monkeypatch, label, k):
     spec, counts = KernelSpec.from_label(label), [9, 0, 3, 20]
     emulate(monkeypatch)
     monkeypatch.setattr("jitgemm.gemm.launch.device_of", lambda _: replace(DEVICES["h200"], num_sms=2))
-    operands, groups = grouped_problem(spec, counts, False, k)
-    GemmLaunch(operands._replace(groups=groups), spec).launch(operands._replace(groups=groups))
-    assert_experts_within_the_bound(operands, groups, counts)
+    operands = grouped_problem(spec, counts, False, k)
+    GemmLaunch(operands, spec).launch(operands)
+    assert_experts_within_the_bound(operands, counts)
 
 
 @pytest.mark.parametrize("byte", [0, 254, 255])

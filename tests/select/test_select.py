@@ -47,6 +47,8 @@ from jitgemm.select.ranked import candidates, predict
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 G128, G32 = WeightFormat(128, False, "bf16"), WeightFormat(32, False, "fp32")
+E4M3, E4M3_W8 = replace(G128, order="e4m3"), WeightFormat(128, False, "fp32", "e4m3", code="e4m3")
+LAYER = Problem(16, 4096, 4096, "e4m3", E4M3)
 
 # ---- every problem gets a kernel ------------------------------------------------------------------------------------
 
@@ -62,11 +64,24 @@ def test_every_legal_problem_gets_a_legal_kernel_of_its_own_formats(of, data, de
     assert (spec.lhs, spec.out, spec.debug) == (problem.lhs, problem.out, False)
     # Per-channel kernels read their scales by a run-time type.
     assert spec.format == (problem.format if problem.format.group_size else replace(problem.format, scale_type="fp32"))
+    # The kernel checks its shared memory, and has every stage that fits unless its tile is narrow.
+    assert re.findall(r"static_assert\(Shared<Config>::kBytes == (\d+),", render(spec)) == [str(smem_bytes(spec))]
+    deeper = replace(spec, stages=spec.stages + 1)
+    narrow = spec.block_m <= legal.FEW_STAGE_TOKENS and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
+    assert narrow or spec.stages == legal.MAX_STAGES or "shared memory" in illegal(deeper, device)
     if problem.experts:
         assert spec.experts in TABLE_SIZES and problem.experts <= spec.experts
         assert not spec.consumers_copy_lhs and not direct_lhs(spec) and prefetch_stages(spec) == 0
-    else:
-        assert spec.experts == 0 and min(spec.stages, 2) <= prefetch_stages(spec) <= spec.stages
+        return
+    assert spec.experts == 0 and min(spec.stages, 2) <= prefetch_stages(spec) <= spec.stages
+    # The grid covers the output and fits the device.
+    units = cluster_tiles(spec, problem.m, problem.n)
+    resident = device.resident_clusters(spec.cluster_size, spec.ctas_per_sm)
+    clusters = launched_clusters(spec, units, device.num_sms, resident)
+    assert 1 <= clusters <= units
+    assert clusters * spec.cluster_size <= max(device.num_sms, spec.cluster_size)
+    tiles = ceil_div(problem.m, spec.block_m) * ceil_div(problem.n, spec.block_n)
+    assert tiles <= units * spec.multicast_lhs
 
 
 @relaxed
@@ -110,13 +125,24 @@ def test_what_takes_shared_memory(spec, change, bytes):
     assert smem_bytes(replace(spec, **change)) == smem_bytes(spec) + bytes
 
 
-def test_an_output_of_another_type_is_refused():
-    with pytest.raises(ValueError, match=r"out: expected one of \('bf16', 'fp16', 'fp32'\), got 'int8'"):
-        Problem(1, 64, 128, "s8", WeightFormat(128, False, "bf16"), "int8")
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: replace(LAYER, out="int8"), r"out: expected one of \('bf16', 'fp16', 'fp32'\), got 'int8'"),
+        (lambda: replace(LAYER, experts=-1), "experts: expected .* got -1"),
+        (lambda: replace(LAYER, experts=1025), "experts: expected .* got 1025"),
+        (lambda: choose(LAYER, device_spec("h200,smem=8192")), "device: no kernel fits"),
+        (lambda: bands(0), "max_m: expected at least 1"),
+        (lambda: bands(-1), "max_m: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_is_named(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask()
 
 
 def test_heights_between_are_of_tiles_that_have_all_of_k_and_of_experts_in_one_shape():
-    layer = Problem(200, 28672, 4096, "e4m3", WeightFormat(128, False, "bf16", "e4m3"))
+    layer = Problem(200, 28672, 4096, "e4m3", E4M3)
     assert choose(layer, DEVICES["h200"]).block_m == 104
     dense, grouped = (
         {
@@ -133,11 +159,8 @@ def test_a_choice_costs_only_the_tiles_that_it_can_take():
     """The first call of a process waits for it: milliseconds for a few tokens, several times as many for all tiles."""
     choice._choose.cache_clear()
     choice._costed.cache_clear()
-    choose(Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16")), DEVICES["h200"])
+    choose(Problem(16, 4096, 4096, "e4m3", G128), DEVICES["h200"])
     assert choice._costed.cache_info().misses == len([rows for rows in legal.BLOCK_MS if rows < 32])
-
-
-LAYER = Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16", "e4m3"))
 
 
 @pytest.mark.parametrize(
@@ -166,12 +189,6 @@ def test_every_candidate_may_be_asked_for_by_name(problem, device):
         assert choice.kernel_named(candidate.kernel.label, problem, device) == candidate.kernel
 
 
-def test_a_device_that_fits_no_kernel_is_named():
-    device = device_spec("h200,smem=8192")
-    with pytest.raises(ValueError, match="device: no kernel fits"):
-        choose(Problem(1, 8, 32, "s8", WeightFormat(128, False, "bf16")), device)
-
-
 # ---- bands ----------------------------------------------------------------------------------------------------------
 
 
@@ -186,12 +203,6 @@ def test_bands_cover_every_m_without_gaps(most, count):
 
 def test_bands_do_not_depend_on_where_they_end():
     assert bands(5000)[: len(bands(700))] == bands(700)
-
-
-@pytest.mark.parametrize("max_m", [0, -1])
-def test_bands_need_a_token(max_m):
-    with pytest.raises(ValueError, match="max_m: expected at least 1"):
-        bands(max_m)
 
 
 @relaxed
@@ -223,7 +234,7 @@ def test_of_many_rows_the_fastest_of_the_layer_s_kernels_at_their_number_is_take
 def test_what_choosing_of_a_layer_s_kernels_loses(kind):
     """Beside the fastest kernel of all at each m: by the ends of bands alone it was 2.3 % in the mean and 40 at
     most."""
-    lhs, format = {"e4m3 g128": ("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
+    lhs, format = {"e4m3 g128": ("e4m3", E4M3),
                    "int8 per channel": ("s8", WeightFormat(0, False, "bf16", "s8"))}[kind]  # fmt: skip
     losses = []
     for (n, k), m in itertools.product(
@@ -239,7 +250,7 @@ def test_what_choosing_of_a_layer_s_kernels_loses(kind):
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (72, 96)])
 def test_kernels_for_a_layer_are_those_that_any_m_chooses(device, lhs, n, k):
-    format, max_m = WeightFormat(128, False, "bf16"), 2500
+    format, max_m = G128, 2500
     kernels = kernels_for(n, k, lhs, format, device, max_m)
     assert len(set(kernels)) == len(kernels)
     needed = {choose(Problem(m, n, k, lhs, format), device) for m in range(1, max_m + 1)}
@@ -290,17 +301,6 @@ def test_every_batch_invariant_problem_has_its_layer_s_order(problem, device, ot
         assert promote_records(candidate.kernel) == promote_records(spec)
 
 
-def test_without_batch_invariance_layers_sum_in_more_orders_than_one():
-    """What the flag is there for."""
-    format = WeightFormat(128, False, "bf16")
-    kernels = kernels_for(4096, 4096, "e4m3", format, DEVICES["h200"], 4096)
-    assert len({order_of(spec) for spec in kernels}) > 1
-    problem = Problem(16, 4096, 4096, "e4m3", format)
-    free, fixed = (candidates(replace(problem, batch_invariant=on), DEVICES["h200"]) for on in (False, True))
-    assert {c.kernel for c in fixed} < {c.kernel for c in free}
-    assert free[0].predicted_us <= fixed[0].predicted_us
-
-
 @relaxed
 @given(problem=problems, device=devices)
 def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
@@ -335,40 +335,18 @@ def test_candidates_are_sorted_the_first_is_chosen_and_none_beats_memory_and_ten
     assert times[0] >= 0.99 * floor_us
 
 
-@relaxed
-@given(problem=problems, device=devices)
-def test_the_grid_covers_the_output_and_fits_the_device(problem, device):
-    spec = choose(problem, device)
-    units = cluster_tiles(spec, problem.m, problem.n)
-    resident = device.resident_clusters(spec.cluster_size, spec.ctas_per_sm)
-    clusters = launched_clusters(spec, units, device.num_sms, resident)
-    assert 1 <= clusters <= units
-    assert clusters * spec.cluster_size <= max(device.num_sms, spec.cluster_size)
-    tiles = ceil_div(problem.m, spec.block_m) * ceil_div(problem.n, spec.block_n)
-    assert tiles <= units * spec.multicast_lhs
-
-
 def test_more_sms_are_never_predicted_slower():
-    problem = Problem(4096, 8192, 8192, "e4m3", WeightFormat(128, False, "bf16"))
+    problem = Problem(4096, 8192, 8192, "e4m3", G128)
     whole, half = DEVICES["h200"], SMALLER[0]
     for spec in legal_kernels("e4m3", problem.format, whole):
         assert predict(spec, problem, whole).predicted_us <= predict(spec, problem, half).predicted_us + 1e-9
 
 
-def test_8_bit_weights_make_no_room_for_wider_tiles():
-    """Those of 3 warpgroups and 144 tokens, and of 224 tokens, spilled up to 500 bytes."""
-    device, fmt = DEVICES["h200"], WeightFormat(128, False, "fp32", "e4m3", code="e4m3")
-    wide = KernelSpec("e4m3", fmt, 144, 192, 3)
-    for spec in (wide, replace(wide, block_m=224, block_n=128, token_halves=2)):
-        assert "registers" in illegal(spec, device)
-    assert illegal(replace(wide, block_m=128), device) is None
-
-
 def test_decode_takes_narrow_tiles_and_prefill_wide_ones():
     for lhs in LHS_TYPES:
         for device in ALL_DEVICES:
-            narrow = choose(Problem(1, 4096, 4096, lhs, WeightFormat(128, False, "bf16")), device)
-            wide = choose(Problem(8192, 4096, 4096, lhs, WeightFormat(128, False, "bf16")), device)
+            narrow = choose(Problem(1, 4096, 4096, lhs, G128), device)
+            wide = choose(Problem(8192, 4096, 4096, lhs, G128), device)
             assert narrow.block_m <= 16 and wide.block_m >= 48 and wide.block_m * wide.block_n >= 64 * 128
 
 
@@ -411,18 +389,11 @@ for lhs in ("e4m3", "s8"):
 # ---- shared memory --------------------------------------------------------------------------------------------------
 
 
-@relaxed
-@given(problem=problems, device=devices)
-def test_the_rendered_source_checks_the_selector_s_shared_memory(problem, device):
-    spec = choose(problem, device)
-    assert re.findall(r"static_assert\(Shared<Config>::kBytes == (\d+),", render(spec)) == [str(smem_bytes(spec))]
-
-
 @pytest.mark.parametrize("block_m", legal.BLOCK_MS)
 @pytest.mark.parametrize(("split_k", "warpgroups_k"), [(1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (3, 2), (8, 2)])
 def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
     split = {"warpgroups_k": warpgroups_k, "split_k": split_k}
-    spec = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m, 64, 4, **split)
+    spec = KernelSpec("s8", G128, block_m, 64, 4, **split)
     assert slice_tokens(spec) == block_m
     share = slice_tokens(replace(spec, reduce_scatter=True))
     splits = split_k * warpgroups_k
@@ -465,37 +436,37 @@ def test_a_dense_cluster_that_shares_activations_is_predicted_no_faster_and_wins
         assert alone <= predict(spec, problem, device).predicted_us
 
 
-@relaxed
-@given(problem=problems, device=devices)
-def test_a_kernel_that_is_alone_in_its_family_has_every_stage_that_fits_unless_its_tile_is_narrow(problem, device):
-    spec = choose(problem, device)
-    deeper = replace(spec, stages=spec.stages + 1)
-    narrow = spec.block_m <= legal.FEW_STAGE_TOKENS and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
-    assert narrow or spec.stages == legal.MAX_STAGES or "shared memory" in illegal(deeper, device)
-
-
 def test_which_kernels_exist_does_not_depend_on_the_model():
     source = (REPOSITORY / "jitgemm" / "select" / "legal.py").read_text()
     assert "select.cost" not in source and "select import cost" not in source
 
 
+INT4, EIGHT_BITS = KernelSpec("s8", G128, block_m=16, block_n=64, stages=4), KernelSpec("e4m3", E4M3_W8, 128, 192, 3)
+EXPERTS = KernelSpec("e4m3", G128, block_m=16, block_n=128, stages=4, experts=64)
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("kernel", "change", "reason"),
     [
-        ({"stages": 2}, "fewer than 3 stages"),
-        ({"stages": 100}, "shared memory"),
-        ({"block_m": 20}, "wgmma has no N of 20"),
-        ({"block_m": 224, "block_n": 192, "stages": 3}, "registers"),
-        ({"multicast_lhs": 2, "split_k": 2}, "either splits k or shares"),
-        ({"split_k": 16}, "do not fit"),
-        ({"block_m": 8, "multicast_lhs": 2}, "swizzle rows"),
-        ({"warpgroups_k": 4, "block_n": 128}, "8 warpgroups"),
+        (INT4, {"stages": 2}, "fewer than 3 stages"),
+        (INT4, {"stages": 100}, "shared memory"),
+        (INT4, {"block_m": 20}, "wgmma has no N of 20"),
+        (INT4, {"block_m": 224, "block_n": 192, "stages": 3}, "registers"),
+        (INT4, {"multicast_lhs": 2, "split_k": 2}, "either splits k or shares"),
+        (INT4, {"split_k": 16}, "do not fit"),
+        (INT4, {"block_m": 8, "multicast_lhs": 2}, "swizzle rows"),
+        (INT4, {"warpgroups_k": 4, "block_n": 128}, "8 warpgroups"),
+        (EIGHT_BITS, {"block_m": 144}, "registers"),  # spilled up to 500 bytes, as did 224 tokens
+        (EIGHT_BITS, {"block_m": 224, "block_n": 128, "token_halves": 2}, "registers"),
+        (EXPERTS, {"consumers_copy_lhs": True}, "grouped"),
+        (EXPERTS, {"ctas_per_sm": 2}, "grouped"),
+        (EXPERTS, {"reduce_scatter": True}, "grouped"),
     ],
+    ids=str,
 )
-def test_a_kernel_that_cannot_be_is_refused_with_the_reason(change, reason):
-    legal = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4)
-    assert illegal(legal, DEVICES["h200"]) is None
-    assert reason in illegal(replace(legal, **change), DEVICES["h200"])
+def test_a_kernel_that_cannot_be_is_refused_with_the_reason(kernel, change, reason):
+    assert illegal(kernel, DEVICES["h200"]) is None
+    assert reason in illegal(replace(kernel, **change), DEVICES["h200"])
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------

@@ -55,24 +55,9 @@ def test_the_kernels_are_the_dense_ones_with_the_stages_that_a_table_leaves(lhs,
             assert few or spec.stages == legal.MAX_STAGES or "shared memory" in illegal(deeper, H200)
 
 
-@pytest.mark.parametrize(
-    "change", [{"consumers_copy_lhs": True}, {"ctas_per_sm": 2}, {"reduce_scatter": True}], ids=str
-)
-def test_what_only_dense_kernels_have_is_refused_with_the_reason(change):
-    legal = KernelSpec("e4m3", FP8, block_m=16, block_n=128, stages=4, experts=64)
-    assert illegal(legal, H200) is None
-    assert "grouped" in illegal(replace(legal, **change), H200)
-
-
 @pytest.mark.parametrize(("count", "table"), [(1, 64), (64, 64), (65, 256), (256, 256), (257, 1024), (1024, 1024)])
 def test_the_least_table_that_holds_the_experts_is_taken(count, table):
     assert choose(Problem(100, 1536, 2048, "e4m3", FP8, experts=count), H200).experts == table
-
-
-@pytest.mark.parametrize("count", [-1, 1025])
-def test_a_number_of_experts_that_no_table_holds_is_refused(count):
-    with pytest.raises(ValueError, match=f"experts: expected .* got {count}"):
-        Problem(100, 1536, 2048, "e4m3", FP8, experts=count)
 
 
 # ---- bands ----------------------------------------------------------------------------------------------------------

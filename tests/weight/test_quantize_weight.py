@@ -233,13 +233,12 @@ def test_experts_quantise_as_each_does_in_chunks_and_from_any_tensor(monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group_size", [32, 128, 10_000])
-def test_the_gpu_gives_the_same_weight(symmetric, group_size):
-    w = weight(11, 256, 1120, outliers=True)
-    on_gpu = quantize_w4(w.cuda(), group_size, symmetric=symmetric)
+@pytest.mark.parametrize("name", ["groups", "zero points", "per channel, fp16", "8 bits", "8 bits by block"])
+def test_the_gpu_gives_the_same_weight(name):
+    w = torch.stack([weight(seed, 256, 1120, outliers=True) for seed in (11, 12)])
+    on_gpu = QUANTISERS[name](w.cuda())
     assert on_gpu.device.type == "cuda"
-    for got, expected in zip(on_gpu.unpack(), quantize_w4(w, group_size, symmetric=symmetric).unpack()):
+    for got, expected in zip(on_gpu.unpack(), QUANTISERS[name](w).unpack()):
         assert got is expected or builders.same_bits(got.cpu(), expected)
 
 

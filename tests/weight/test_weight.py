@@ -337,29 +337,6 @@ def test_int8_codes_of_a_row_too_long_for_int32_sums_keep_the_order_for_both_typ
     assert pack_w4(q, scale, group_size=32, lhs_dtype=torch.int8).format.order == "s8"
 
 
-# --- offsets ---
-
-BF16 = torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    "offset, group_size, error, message",
-    [
-        (0.5, 64, TypeError, "offset: expected a torch.Tensor, got float"),
-        (torch.zeros(16, 2), 64, TypeError, "offset: expected scale's dtype bfloat16, got float32"),
-        (torch.zeros(16, 2, dtype=torch.int8), 64, TypeError, "offset: expected scale's dtype bfloat16, got int8"),
-        (torch.zeros(16, 1, dtype=BF16), 64, ValueError, "offset: expected scale's shape [16, 2], got [16, 1]"),
-        (torch.zeros(16, 2, dtype=BF16, device="meta"), 64, ValueError, "offset: expected q's device cpu, got meta"),
-        (torch.zeros(16, 1, dtype=BF16), 128, ValueError, "offset: expected none per channel; repeat scale and offset"),
-        (torch.zeros(16, 1, dtype=BF16), 500, ValueError, "offset: expected none per channel; repeat scale and offset"),
-    ],
-)
-def test_wrong_offsets(offset, group_size, error, message):
-    q, scale, _ = tensors(groups=1 if group_size >= 128 else 2)
-    with pytest.raises(error, match=re.escape(message)):
-        pack_w4(q, scale, offset=offset, group_size=group_size)
-
-
 # --- permutations ---
 
 
@@ -390,29 +367,36 @@ def test_a_permutation_is_copied_and_may_have_any_stride():
     assert weight.permutation[-1] == 95
 
 
-def changed_order(index: int, value: int) -> torch.Tensor:
-    permutation = torch.arange(128)
-    permutation[index] = value
-    return permutation
+def offset(columns: int, **options) -> dict[str, torch.Tensor]:
+    return {"offset": torch.zeros(16, columns, **({"dtype": torch.bfloat16} | options))}
+
+
+REPEAT = "offset: expected none per channel; repeat scale and offset"
 
 
 @pytest.mark.parametrize(
-    "permutation, error, message",
+    "given, group_size, error, message",
     [
-        (list(range(128)), TypeError, "permutation: expected a torch.Tensor, got list"),
-        (torch.arange(128.0), TypeError, "permutation: expected an integer dtype, got float32"),
-        (torch.arange(127), ValueError, "permutation: expected shape [128], got [127]"),
-        (torch.arange(128)[None], ValueError, "permutation: expected shape [128], got [1, 128]"),
-        (changed_order(3, 4), ValueError, "permutation: expected every value of 0..127 once"),
-        (changed_order(0, 128), ValueError, "permutation: expected every value of 0..127 once"),
-        (changed_order(0, -1), ValueError, "permutation: expected every value of 0..127 once"),
-        (torch.arange(128, device="meta"), ValueError, "permutation: expected q's device cpu, got meta"),
+        ({"offset": 0.5}, 64, TypeError, "offset: expected a torch.Tensor, got float"),
+        (offset(2, dtype=torch.float32), 64, TypeError, "offset: expected scale's dtype bfloat16, got float32"),
+        (offset(2, dtype=torch.int8), 64, TypeError, "offset: expected scale's dtype bfloat16, got int8"),
+        (offset(1), 64, ValueError, "offset: expected scale's shape [16, 2], got [16, 1]"),
+        (offset(2, device="meta"), 64, ValueError, "offset: expected q's device cpu, got meta"),
+        (offset(1), 128, ValueError, REPEAT),
+        (offset(1), 500, ValueError, REPEAT),
+        ({"permutation": list(range(128))}, 128, TypeError, "permutation: expected a torch.Tensor, got list"),
+        ({"permutation": torch.arange(128.0)}, 128, TypeError, "permutation: expected an integer dtype, got float32"),
+        ({"permutation": torch.arange(127)}, 128, ValueError, "permutation: expected shape [128], got [127]"),
+        ({"permutation": torch.arange(128)[None]}, 128, ValueError, "permutation: expected shape [128], got [1, 128]"),
+        *(({"permutation": order_with(value, at, 128)}, 128, ValueError, "permutation: expected every value of 0..127 once")
+          for value, at in ((4, 3), (128, 0), (-1, 0))),
+        ({"permutation": torch.arange(128, device="meta")}, 128, ValueError, "permutation: expected q's device cpu, got meta"),
     ],
-)
-def test_wrong_permutations(permutation, error, message):
-    q, scale, _ = tensors()
+)  # fmt: skip
+def test_wrong_offsets_and_wrong_permutations(given, group_size, error, message):
+    q, scale, _ = tensors(groups=1 if group_size >= 128 else 2)
     with pytest.raises(error, match=re.escape(message)):
-        pack_w4(q, scale, permutation=permutation, group_size=128)
+        pack_w4(q, scale, group_size=group_size, **given)
 
 
 # --- row sums ---
@@ -537,16 +521,19 @@ def test_packing_on_a_gpu_leaves_nothing_running():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [{"zero_point": True}, {"codes": "e4m3"}], ids=str)
-def test_packing_during_capture_looks_at_no_code_and_is_not_ready(form):
+@pytest.mark.parametrize("experts", [None, 3])
+def test_packing_during_capture_looks_at_no_code_and_is_not_ready(form, experts):
     """It keeps the order that holds any codes."""
-    parts = builders.weight_parts(14, 64, 256, device="cuda", **form)
+    each = [builders.weight_parts(14 + e, 64, 256, device="cuda", **form) for e in range(experts or 1)]
+    parts = builders.stacked(each) if experts else each[0]
     expected = replace(parts, lhs_dtype=None).packed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = parts.packed
+        views = [captured[1]] if experts else []
     graph.replay()
     torch.cuda.synchronize()
-    assert not captured.ready and expected.ready
+    assert expected.ready and not captured.ready and not any(view.ready for view in views)
     assert same_weight(captured, expected)
 
 

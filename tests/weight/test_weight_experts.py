@@ -433,20 +433,6 @@ def test_quantised_experts_have_one_order_of_codes(full_range, codes):
 
 
 @pytest.mark.gpu
-def test_experts_packed_during_capture_are_not_ready():
-    parts = expert_parts(3, 64, 256, 64, codes="e4m3", device="cuda")
-    expected = [replace(each, lhs_dtype=None).packed for each in parts]
-    pack = packing(parts)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = pack()
-        view = captured[1]
-    graph.replay()
-    torch.cuda.synchronize()
-    assert not captured.ready and not view.ready and same_experts(captured, expected)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("lhs, group_size", [("e4m3", 128), ("s8", 0)])
 def test_a_kernel_reads_an_experts_view_as_it_reads_its_dense_weight(lhs, group_size):
     parts = expert_parts(3, 200, 1120, group_size, device="cuda")
