@@ -566,10 +566,12 @@ def test_memory_of_other_tensors_is_not_touched(emulator, monkeypatch):
         quantize_activations(x.clone(), torch.int8)
 
 
-def test_warps_that_met_at_a_barrier_may_overwrite_what_the_others_have_loaded(emulator):
-    """Tiles of two records: a warp copies the next tile's scales before another has gone on from the barrier behind the
-    last one's."""
+def test_warps_that_met_at_a_barrier_may_overwrite_what_the_others_have_loaded(emulator, monkeypatch):
+    """Tiles of two records, several a CTA: a warp copies the next tile's scales before another has gone on from the
+    barrier behind the last one's."""
     spec = KernelSpec.from_label("s8fast-channel-m96n192-s6")
-    operands = problem(spec, 1000, 4104, 144)
+    monkeypatch.setattr("jitgemm.gemm.launch.device_of", lambda _: replace(DEVICES["h200"], num_sms=2))
+    monkeypatch.setattr(driver, "resident_clusters", lambda *_: 2)
+    operands = problem(spec, 200, 392, 144)
     GemmLaunch(operands, spec).launch(operands)
     assert_within_the_bound(operands)
