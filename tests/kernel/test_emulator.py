@@ -32,6 +32,7 @@ from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm
 from jitgemm.kernel import render
 from jitgemm.kernel.codes import GROUP_SIZES
+from jitgemm.kernel.formats import CORRECTION_TYPES
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver, loaded
 from jitgemm.runtime.launch import LaunchCache, this_thread
@@ -256,6 +257,17 @@ QUANTIZERS = {
     "rotated, long": ("e4m3", 16512, {"rotation": 128}),
     "rotated by block, long": ("s8", 16512, {"rotation": 128, "scheme": "block"}),
 }
+SUMMED = {
+    "a row in a warp": ("s8", 304, {}),
+    "affine": ("s8z", 1024, {}),
+    "permuted": ("s8z", 272, {"permutation": True}),
+    "static": ("s8", 976, quantize_cases.given("s8", 0.02)),
+    "a row in a CTA": ("s8", 2064, {}),
+    "permuted in a CTA": ("s8", 2064, {"permutation": True}),
+    "a long row": ("s8z", 32816, {}),
+    "a long permuted row": ("s8", 32816, {"permutation": True}),
+}
+"""With sums behind codes."""
 
 
 def of_mode(mode: str, k: int, options: dict, *more: str) -> tuple:
@@ -265,14 +277,26 @@ def of_mode(mode: str, k: int, options: dict, *more: str) -> tuple:
     return k, *quantize_cases.MODES[mode], options | {name: parameters[name] for name in names}
 
 
-@pytest.mark.parametrize(("name", "dtype"), builders.third(QUANTIZERS, quantize_cases.X_DTYPES))
-def test_a_quantiser_gives_the_reference_s_bits(monkeypatch, name, dtype):
-    k, q_type, affine, options = of_mode(*QUANTIZERS[name])
+@pytest.mark.parametrize(
+    ("name", "dtype", "correction"),
+    [
+        *((name, dtype, None) for name, dtype in builders.third(QUANTIZERS, quantize_cases.X_DTYPES)),
+        *((name, torch.bfloat16, (type, size)) for name, size in builders.third(SUMMED, GROUP_SIZES) for type in CORRECTION_TYPES),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_quantiser_gives_the_reference_s_bits_and_writes_nothing_else(monkeypatch, name, dtype, correction):
+    k, q_type, affine, options = of_mode(*(SUMMED if correction else QUANTIZERS)[name])
+    options |= {"affine": affine, "correction": correction}
     x = quantize_cases.activations(1, 11 if k < 10000 else 3, k, dtype)
-    expected = quantize_activations(x, q_type, affine=affine, **options)
+    expected = quantize_activations(x, q_type, **options)
+    whole = torch.full((len(x), expected[0].shape[1] + 32), 0x5B, dtype=torch.int8)
+    out = whole[:, 16:-16].view(q_type), *map(torch.empty_like, expected[1:])
     emulator = emulate(monkeypatch)
-    quantize_cases.assert_same_bits(quantize_activations(x, q_type, affine=affine, **options), expected)
+    quantize_activations(x, q_type, out=out, **options)
     assert len(emulator.launched) == 1
+    quantize_cases.assert_same_bits(out, expected)
+    assert bool((whole[:, :16] == 0x5B).all()) and bool((whole[:, -16:] == 0x5B).all())
 
 
 @pytest.mark.parametrize("k", [288, 2080])
@@ -296,34 +320,6 @@ def test_rows_that_hold_no_numbers_are_nan_as_the_reference_s(monkeypatch, optio
     assert expected[1].isnan().any()
     emulate(monkeypatch)
     quantize_cases.assert_close(quantize_activations(x, dtype, **options), expected)
-
-
-SUMMED = {
-    "a row in a warp": ("s8", 304, {}),
-    "affine": ("s8z", 1024, {}),
-    "permuted": ("s8z", 272, {"permutation": True}),
-    "static": ("s8", 976, quantize_cases.given("s8", 0.02)),
-    "a row in a CTA": ("s8", 2064, {}),
-    "permuted in a CTA": ("s8", 2064, {"permutation": True}),
-    "a long row": ("s8z", 32816, {}),
-    "a long permuted row": ("s8", 32816, {"permutation": True}),
-}
-
-
-@pytest.mark.parametrize(("name", "size"), builders.third(SUMMED, GROUP_SIZES))
-def test_sums_behind_codes_have_the_reference_s_bits(monkeypatch, name, size):
-    k, q_type, affine, options = of_mode(*SUMMED[name])
-    x = quantize_cases.activations(1, 9 if k < 10000 else 2, k)
-    for correction in (("bf16", size), ("fp16", size)):
-        expected = quantize_activations(x, q_type, affine=affine, correction=correction, **options)
-        whole = torch.full((len(x), expected[0].shape[1] + 32), 0x5B, dtype=torch.int8)
-        out = whole[:, 16:-16], *map(torch.empty_like, expected[1:])
-        with monkeypatch.context() as patches:
-            emulator = emulate(patches)
-            quantize_activations(x, q_type, affine=affine, correction=correction, out=out, **options)
-        assert len(emulator.launched) == 1
-        quantize_cases.assert_same_bits(out, expected)
-        assert bool((whole[:, :16] == 0x5B).all()) and bool((whole[:, -16:] == 0x5B).all())
 
 
 @pytest.mark.parametrize("k", [288, 2080, 20480])
