@@ -180,8 +180,12 @@ PRODUCTS: dict[str, Callable[[str], Any]] = {
 """Parts that hold every code with every scale or zero point that it may meet, of a device; and for which activations."""
 
 
-def lhs_of_products(name: str) -> torch.dtype:
-    return KINDS[name].lhs_dtype if name in KINDS else builders.LHS_DTYPES[name.split()[-1]]
+def one_hot(name: str, columns: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations for these products, of which each row picks out one column."""
+    dtype = KINDS[name].lhs_dtype if name in KINDS else builders.LHS_DTYPES[name.split()[-1]]
+    x = torch.zeros(len(columns), k, dtype=torch.int8, device=columns.device)
+    x[torch.arange(len(columns), device=columns.device), columns] = {torch.int8: 1, torch.float8_e4m3fn: 0x38}[dtype]
+    return x.view(dtype), torch.ones(len(columns), device=columns.device)
 
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -16,7 +16,7 @@ import nvfp4
 import pytest
 import torch
 import two_level
-from codes import FORMS, KINDS, MODES, PRODUCTS, TIERS, form_and_scheme, forms, kinds, lhs_of_products, rows_of
+from codes import FORMS, KINDS, MODES, PRODUCTS, TIERS, form_and_scheme, forms, kinds, one_hot, rows_of
 from emulator.launch import COMPILER, emulate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -132,6 +132,8 @@ def test_names_copies_and_files_hold_it(kind, experts, tmp_path):
     weight = parts.packed
     fmt = weight.format
     assert format_named(fmt.name) == fmt and fmt.name.startswith(kind.format)
+    if kind.name != "int":
+        assert kind.name.lower() in repr(weight) and (kind.name == "two levels" or fmt.tier in repr(weight))
     spec = KernelSpec(kind.lhs, fmt.kernel_format, block_m=16, block_n=64, stages=4, experts=64 if experts else 0)
     assert KernelSpec.from_label(spec.label) == spec
     state = weight.state_dict("w.")
@@ -156,12 +158,6 @@ def test_names_copies_and_files_hold_it(kind, experts, tmp_path):
     if experts:
         expert = type(weight).from_state_dict(weight[1].state_dict())
         assert same_weight(expert, weight[1]) and expert.experts is None
-
-
-@kinds
-def test_what_it_is_is_said(kind):
-    weight = kind.parts(1, 72, 400).packed
-    assert kind.name.lower() in repr(weight) and (kind.name == "two levels" or weight.format.tier in repr(weight))
 
 
 @forms
@@ -397,17 +393,15 @@ def test_chosen_kernels_do_not_spill(compiles_well, experts):
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_code_with_every_scale(monkeypatch, name):
     """Each product alone, every seventh of them; all are a GPU's."""
-    parts, dtype = PRODUCTS[name]("cpu"), lhs_of_products(name)
+    parts = PRODUCTS[name]("cpu")
     weight, exact = parts.packed, parts.dequantize_fp64()
     every = torch.arange(weight.k)
     if name == "two levels":  # a group has each code eight times: at other places in each of eight groups
         every = every[every // 16 % 8 == every // 128 % 8]
     emulate(monkeypatch)
     for columns in every[::7].split(1024):
-        x = torch.zeros(len(columns), weight.k, dtype=torch.int8)
-        x[torch.arange(len(columns)), columns] = {torch.int8: 1, torch.float8_e4m3fn: 0x38}[dtype]
         out = torch.empty(len(columns), weight.n)
-        edges.call_of(weight)((x.view(dtype), torch.ones(len(columns))), weight, out)
+        edges.call_of(weight)(one_hot(name, columns, weight.k), weight, out)
         assert torch.equal(out.T.double(), exact[:, columns])
 
 
@@ -419,7 +413,7 @@ SHAPES = {
 
 
 @emulated
-@pytest.mark.parametrize("name, shape", zip(KINDS, 2 * list(SHAPES), strict=True))
+@pytest.mark.parametrize("name, shape", [*zip(KINDS, 2 * list(SHAPES), strict=True)])
 def test_kernels_of_every_shape(monkeypatch, name, shape):
     kind = KINDS[name]
     weight, lhs = kind.parts(4, 136, 544).packed, kind.lhs_of("token", 1, 100, 544)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from ahead import compile_ahead
 from builders import same_bits
-from codes import FORMS, KINDS, MODES, PRODUCTS, TIERS, form_and_scheme, forms, kinds, lhs_of_products, rows_of
+from codes import FORMS, KINDS, MODES, PRODUCTS, TIERS, form_and_scheme, forms, kinds, one_hot, rows_of
 from expert_layers_gpu import assert_layer
 from guarded_calls import OUTPUTS, Guarded, assert_right, device_figures
 from guarded_groups import ROUTINGS, assert_masked_right, assert_routing_right
@@ -113,27 +113,17 @@ def test_scales_of_zero_subnormals_and_the_largest(name, m):
 # ---- every product ---------------------------------------------------------------------------------------------------
 
 
-def one_hot(k: int, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows that each pick out one column, from `first` on; [count or what is left, k]."""
-    columns = torch.arange(first, min(first + count, k), device="cuda")
-    x = torch.zeros(len(columns), k, dtype=torch.int8, device="cuda")
-    one = {torch.int8: 1, torch.float8_e4m3fn: 0x38}[dtype]
-    x[torch.arange(len(columns), device="cuda"), columns] = one
-    return x.view(dtype)
-
-
 @pytest.mark.parametrize("name", [*KINDS, "8 bits for e4m3", "8 bits for s8"])
 @pytest.mark.parametrize("m", [1, 17, 64, 480, 4096])
 def test_every_code_with_every_scale(m, name):
     """One product a result, over all kinds of tiles: of e4m3s, subnormals included, or of what several wgmmas make of
     it."""
     parts = PRODUCTS[name]("cuda")
-    weight, exact, dtype = parts.packed, parts.dequantize_fp64(), lhs_of_products(name)
-    for first in range(0, weight.k, 37 * m if name == "two levels" and m <= 64 else m):
-        x = one_hot(weight.k, first, m, dtype)
-        out = torch.full((len(x), weight.n), torch.nan, device="cuda")
-        edges.call_of(weight)((x, torch.ones(len(x), device="cuda")), weight, out)
-        assert torch.equal(out.T.double(), exact[:, first : first + len(x)]), first
+    weight, exact = parts.packed, parts.dequantize_fp64()
+    for columns in torch.arange(weight.k, device="cuda").split(m)[:: 37 if name == "two levels" and m <= 64 else 1]:
+        out = torch.full((len(columns), weight.n), torch.nan, device="cuda")
+        edges.call_of(weight)(one_hot(name, columns, weight.k), weight, out)
+        assert torch.equal(out.T.double(), exact[:, columns]), columns[0]
 
 
 @pytest.mark.parametrize("name", [*mxfp4.TIERS, "near", "far"])

@@ -109,13 +109,3 @@ def test_kernels_of_one_order_of_summation_give_the_same_bits(problem):
     assert max(map(len, outputs.values())) > 3, "no two kernels of one order"
     for first, *rest in outputs.values():
         assert all(same_bits(first, other) for other in rest)
-
-
-def test_a_kernel_may_be_asked_for_by_name():
-    rhs = weight(200, 1056, "e4m3", 128)
-    lhs = builders.lhs(9, 33, 1056, "e4m3", device="cuda")
-    out = torch.empty(33, 200, dtype=torch.bfloat16, device="cuda")
-    jitgemm.gemm_w8a8_bf16_nt(lhs, rhs, out, kernel="e4m3w8-g128-fp32-m40n64-s4-ss")
-    assert_right(out, lhs, rhs)
-    with pytest.raises(ValueError, match="kernel: expected one for these operands, such as e4m3w8-g128-"):
-        jitgemm.gemm_w8a8_bf16_nt(lhs, rhs, out, kernel="e4m3fast-g128-fp32-m40n64-s4")

@@ -343,18 +343,6 @@ def test_dense_weights_of_several_experts_rows_are_stacked_as_the_experts(holder
         assert same_weight(weight, pack_experts(parts))
 
 
-@pytest.mark.parametrize(
-    "n, together, message",
-    [
-        (64, 3, "together: expected a divisor of 4 experts, got 3"),
-        (64, 2, "make(0): expected the rows of 2 experts, 64 or a multiple each, got n = 64"),
-    ],
-)
-def test_rows_that_cannot_be_cut_into_experts_are_refused(n, together, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        W4Weight.stacked(4, lambda e: builders.weight_parts(e, n, 128).packed, together)
-
-
 @pytest.mark.parametrize("holders", [(0,), (1,), (3,), (0, 2), (1, 2, 3)])
 def test_stacked_weights_of_different_orders_come_into_the_one_that_holds_any(holders, monkeypatch):
     monkeypatch.setattr(layout, "CHUNK_CODES", 64 * 128 * 2)
@@ -403,16 +391,16 @@ DENSE = "make(0): expected a dense W4Weight without a permutation, got "
      f"{DENSE}W4Weight(n=16, k=128, per channel"),
     (lambda e: pack_experts(expert_parts(2, 8, 64, 32)), ValueError, f"{DENSE}W4Weight(experts=2"),
     (lambda e: None, TypeError, f"{DENSE}NoneType"),
+    ((0, None), ValueError, "count: expected a"),
+    ((-1, None), ValueError, "count: expected a"),
+    ((2.0, None), TypeError, "count: expected a"),
+    ((True, None), TypeError, "count: expected a"),
+    ((4, other(), 3), ValueError, "together: expected a divisor of 4 experts, got 3"),
+    ((4, other(n=64), 2), ValueError, "make(0): expected the rows of 2 experts, 64 or a multiple each, got n = 16"),
 ])  # fmt: skip
 def test_dense_weights_that_make_no_weight_of_experts(make, error, message):
     with pytest.raises(error, match=re.escape(message)):
-        W4Weight.stacked(3, make)
-
-
-@pytest.mark.parametrize("count, error", [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
-def test_a_count_of_no_experts_is_refused(count, error):
-    with pytest.raises(error, match="count: expected a"):
-        W4Weight.stacked(count, lambda e: pytest.fail("was called"))
+        W4Weight.stacked(*(make if isinstance(make, tuple) else (3, make)))
 
 
 # --- quantize_w4 ---
