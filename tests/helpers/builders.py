@@ -6,8 +6,6 @@ Everything is drawn on the CPU and then moved, so that a seed means the same pro
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -255,14 +253,3 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Of strides of its own: a dimension of size 1 may have any.
     a, b = (torch.empty(each.numel(), dtype=each.dtype, device=each.device).copy_(each.flatten()) for each in (a, b))
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def start_compiler(backend: str) -> None:
-    """torch.compile without what earlier tests left it. Skips the test where inductor has no Triton or C++ compiler."""
-    import pytest
-
-    if backend == "inductor":
-        pytest.importorskip("triton")
-        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "gcc"))):
-            pytest.skip("inductor needs a C++ compiler")
-    torch._dynamo.reset()

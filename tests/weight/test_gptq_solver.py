@@ -114,11 +114,6 @@ def test_wrong_moments_are_named(moments, error, message):
             quantise(weights(16, 64), moments=moments)
 
 
-def test_moments_and_blocks_are_refused():
-    with pytest.raises(ValueError, match="moments: expected none with block"):
-        jitgemm.quantize_w8(weights(8, 128), torch.int8, block=128, moments=torch.eye(128))
-
-
 @pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.int8))
 def test_8_bits_lose_less_with_moments(dtype):
     x, w = inputs(1000, 384), weights(64, 384)

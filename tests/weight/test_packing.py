@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from jitgemm.dtypes import LHS_TYPES
-from jitgemm.kernel.formats import WeightFormat, ceil_div
-from jitgemm.weight import layout
+from jitgemm.kernel.formats import WeightFormat
 from jitgemm.weight.pack import pack_w4
 
 BYTES_OF_CODES = 4096
@@ -116,12 +115,6 @@ def test_records_follow_the_definition(form):
         got = weight.blocks[strip, block].numpy().tobytes()
         assert got == expected_record(parts, strip, block, weight.format), (strip, block)
     assert weight.channel_scale is None or not weight.channel_scale[72:].any()
-
-
-def test_chunks_cover_every_strip_once():
-    chunks = list(layout.strip_chunks(57344, 8192))
-    assert [s for first, end in chunks for s in range(first, end)] == list(range(ceil_div(57344, 64)))
-    assert len(chunks) <= 16
 
 
 @pytest.mark.gpu

@@ -275,9 +275,11 @@ def test_quantize_w8_is_the_nearest_of_its_type_for_the_largest_of_a_row_or_bloc
             assert torch.equal(q[row : row + (block or 1), column : column + size].float(), nearest.float())
 
 
-def test_a_wrong_block_is_named():
+def test_a_wrong_block_and_moments_beside_one_are_named():
     with pytest.raises(ValueError, match="block: expected None or 128, got 64"):
         quantize_w8(torch.zeros(8, 32), torch.int8, block=64)
+    with pytest.raises(ValueError, match="moments: expected none with block"):
+        quantize_w8(torch.zeros(8, 128), torch.int8, block=128, moments=torch.eye(128))
 
 
 # ---- reference and bound ---------------------------------------------------------------------------------------------
