@@ -31,6 +31,15 @@ def explained(m: int = 3, weight: jitgemm.W4Weight = PARTS.packed, **options) ->
 def test_the_kernel_is_the_one_that_a_call_takes():
     (kernel,) = kernels_for(256, K, "e4m3", PARTS.packed.format, H200, 3)
     found = explained()
+    text = str(found)
+    assert found.on_cpu and text.startswith(
+        "on the CPU the exact reference runs, and no kernel; on a GPU it would be:\n"
+    )
+    assert all(words in text for words in (found.kernel, found.function, found.why, *dict(found.legend).values()))
+    assert f"\n{found.function}(" in render(KernelSpec.from_label(found.kernel))
+    assert found.function == function_name(found.kernel) and found.function.startswith("jitgemm_e4m3")
+    with pytest.raises(ValueError, match=r"lhs\[0\] \(x\): expected at least one row, got shape \[0, 1024\]"):
+        explained(0)
     assert (found.kernel, found.device, found.rows) == (kernel.label, "h200", (1, 8))
     assert found.predicted_us > 0 and found.candidates > 1 and found.kernel in found.why
 
@@ -44,12 +53,6 @@ def test_a_weight_s_rotation_is_said_and_changes_no_kernel():
     assert "rotated" not in str(found[0]) and str(found[1]).endswith("rotate activations by blocks of 128")
     with pytest.raises(ValueError, match="lhs: expected jitgemm.Rotated for a rotated weight"):
         jitgemm.explain(lhs[0], weights[1], out)
-
-
-def test_its_name_in_a_profile_is_the_functions_name_in_the_source():
-    found = explained()
-    assert f"\n{found.function}(" in render(KernelSpec.from_label(found.kernel))
-    assert found.function == function_name(found.kernel) and found.function.startswith("jitgemm_e4m3")
 
 
 @pytest.mark.gpu
@@ -73,22 +76,6 @@ def test_the_weight_s_sums_and_the_environment_count(monkeypatch):
     assert explained(4096).kernel == f"{wide.kernel}-debug"
 
 
-def test_8_bit_weights_are_explained():
-    parts = builders.weight_parts(1, 96, 256, 0, bits=8, codes="e4m3", scale_type="fp32")
-    lhs = jitgemm.quantize_activations(torch.ones(3, 256), torch.float8_e4m3fn)
-    assert jitgemm.explain(lhs, parts.packed, torch.empty(3, 96)).kernel.startswith("e4m3w8-channel-tofp32")
-
-
-def test_it_prints_the_label_the_reason_and_every_part():
-    found = explained()
-    text = str(found)
-    assert found.on_cpu and text.startswith(
-        "on the CPU the exact reference runs, and no kernel; on a GPU it would be:\n"
-    )
-    assert found.kernel in text and found.function in text and found.why in text
-    assert all(words in text for _, words in found.legend)
-
-
 @pytest.mark.parametrize(
     ("dtype", "group_size", "said"), [(torch.int8, 128, True), (torch.int8, "channel", False), (E4M3, 128, False)]
 )
@@ -97,11 +84,6 @@ def test_int8_with_float_scales_in_groups_is_said_to_be_slower_in_prefill(dtype,
     lhs = jitgemm.quantize_activations(torch.ones(3, 256), dtype)
     found = jitgemm.explain(lhs, weight, torch.empty(3, 64))
     assert bool(found.faster_instead) == ("two levels or e4m3 are faster in prefill" in str(found)) == said
-
-
-def test_no_rows_are_an_error():
-    with pytest.raises(ValueError, match=r"lhs\[0\] \(x\): expected at least one row, got shape \[0, 1024\]"):
-        explained(0)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +123,6 @@ def test_every_label_has_a_legend():
     labels += [spec.label for x in ("bf16", "fp32") for spec in quantize_specs(4096, x, "s8")]
     for label in (*labels, RouteSpec(8).label, CombineSpec("bf16", "fp32").label):
         assert "-".join(part for part, _ in legend(label)) == label
-
-
-def test_what_is_no_label_is_an_error():
     with pytest.raises(ValueError, match="label: expected a kernel's label such as .*, got 'e4m3-what'"):
         legend("e4m3-what")
 

@@ -59,27 +59,6 @@ def test_first_rows_and_ends_leave_rows_between_experts_alone():
     assert torch.equal(out, right)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(offsets=torch.zeros(E, dtype=torch.int32)), rf"offsets: .* shape \[{E + 1}\] or \[{E}, 2\], got \[{E}\]"),
-        (dict(offsets=torch.zeros(E + 2, dtype=torch.int32)), rf"offsets: .* got \[{E + 2}\]"),
-        (dict(offsets=torch.zeros(E + 1)), "offsets: expected int32 or int64, got float32"),
-        (dict(offsets=[0] * (E + 1)), "offsets: expected a torch.Tensor, got list"),
-        (dict(row_index=torch.zeros(6, dtype=torch.int64)), "row_index: expected int32, got int64"),
-        (dict(rhs=weight_of_experts()[0]), "rhs: expected a weight of experts, got a dense one"),
-        (dict(lhs=(builders.lhs(1, 6, K)[0], torch.ones(7))), r"\(x_scale\): expected shape \[6\], .*, got \[7\]"),
-        (dict(bias=torch.ones(N)), rf"bias: expected shape \[{E}, {N}\], got \[{N}\]"),
-        (dict(bias=torch.ones(E + 1, N)), rf"bias: expected shape \[{E}, {N}\], got \[{E + 1}, {N}\]"),
-        (dict(bias=torch.ones(E, N).int()), "bias: expected a float type, got int32"),
-    ],
-)
-def test_the_reference_takes_what_the_call_takes(changed, message):
-    arguments = dict(lhs=builders.lhs(1, 6, K), rhs=weight_of_experts(), offsets=torch.zeros(E + 1, dtype=torch.int32))
-    with pytest.raises((TypeError, ValueError), match=message):
-        jitgemm.m_grouped_gemm_w4a8_reference(**{**arguments, **changed})
-
-
 def test_blocks_of_rows_with_masks():
     weight, (x, scale) = weight_of_experts(), builders.lhs(1, E * 6, K, "s8")
     masked_m = torch.tensor([6, 0, 3, 99, -4], dtype=torch.int32)
@@ -117,29 +96,34 @@ def test_rows_vary_where_fewer_are_expected_than_the_call_has_room_for(expected_
 
 
 WEIGHT = weight_of_experts()
-CALL = dict(rhs=WEIGHT, offsets=torch.zeros(E + 1, dtype=torch.int32), m=4)
+CALL = dict(offsets=torch.zeros(E + 1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (dict(rhs=WEIGHT[0]), "rhs: expected a weight of experts, got a dense one, which gemm_w4a8_nt takes"),
+        (dict(rhs=WEIGHT[0]), "rhs: expected a weight of experts, got a dense one"),
         (dict(offsets=torch.zeros(E, dtype=torch.int32)), r"offsets: .* of shape \[6\] or \[5, 2\], got \[5\]"),
+        (dict(offsets=torch.zeros(E + 2, dtype=torch.int32)), r"offsets: .* got \[7\]"),
         (dict(offsets=torch.zeros(2 * E + 2, dtype=torch.int32)[::2]), "offsets: expected a contiguous tensor"),
-        (dict(bias=torch.zeros(N)), r"bias: expected a contiguous tensor of shape \[5, 72\], got \[72\]"),
+        (dict(bias=torch.zeros(N)), r"bias: expected .*shape \[5, 72\], got \[72\]"),
+        (dict(bias=torch.ones(E + 1, N)), r"bias: expected .*shape \[5, 72\], got \[6, 72\]"),
+        (dict(bias=torch.ones(E, N).int()), "bias: expected .*, got int32"),
         (dict(row_index=torch.zeros(5, dtype=torch.int32)), r"row_index: .* shape \[4\], got \[5\]"),
-        (dict(out=torch.zeros(5, N).bfloat16()), r"out: expected shape \[4, 72\], got \[5, 72\]"),
+        (dict(row_index=torch.zeros(4, dtype=torch.int64)), "row_index: expected int32, got int64"),
+        (dict(lhs=(builders.lhs(1, 4, K)[0], torch.ones(7))), r"\(x_scale\): expected shape \[4\], .*, got \[7\]"),
+        (dict(out=torch.zeros(5, N).bfloat16()), r"out: expected .*shape \[4, 72\], got .*\[5, 72\]"),
         (dict(expected_m=-1), "expected_m: expected a number of rows, got -1"),
-        (dict(expected_m=True), "expected_m: expected a number of rows, got True"),
         (dict(expected_m=np.int64(-1)), "expected_m: expected a number of rows, got -1"),
     ],
 )
 def test_what_is_wrong_is_named(changed, message):
-    call = CALL | changed
-    lhs = builders.lhs(1, call.pop("m"), K)
-    out = call.pop("out", torch.zeros(4, N).bfloat16())
-    with pytest.raises((TypeError, ValueError), match=message):
-        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, call.pop("rhs"), out, call.pop("offsets"), **call)
+    given = dict(lhs=builders.lhs(1, 4, K), rhs=WEIGHT, out=torch.zeros(4, N).bfloat16()) | CALL | changed
+    calls = [jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous]
+    calls += [] if "expected_m" in changed or "row_index" in changed else [jitgemm.m_grouped_gemm_w4a8_reference]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(**given)
 
 
 def test_blocks_of_rows_must_be_views_of_all_rows():

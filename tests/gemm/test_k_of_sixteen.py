@@ -8,20 +8,18 @@ import layers
 import pytest
 import torch
 from builders import PER_CHANNEL
-from small_models import config, stored
 
 import jitgemm
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.kernel.formats import GROUP_SIZES
-from jitgemm.nn import W4A8Linear, W8A8Linear, load_
+from jitgemm.nn import W4A8Linear, W8A8Linear
 
 KS = (16, 48, 496, 1040)
 SHORT = [(k, group) for k in KS for group in GROUP_SIZES if group < k]
 """Whose last group is short."""
 
 
-@pytest.mark.parametrize("activation", jitgemm.nn.ACTIVATIONS)
-@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("activation, k", builders.third(jitgemm.nn.ACTIVATIONS, KS))
 def test_linears(activation, k):
     linear, x = torch.nn.Linear(k, 72).requires_grad_(False), torch.randn(9, k, generator=builders.generator(k))
     kinds = [W4A8Linear] if activation == "int8_affine" else [W4A8Linear, W8A8Linear]
@@ -32,16 +30,9 @@ def test_linears(activation, k):
         assert float((saved(x) - expected).norm()) <= 0.04 * float(expected.norm())
 
 
-def test_a_model_is_quantised_and_compiled():
-    model = torch.nn.Sequential(torch.nn.Linear(48, 80), torch.nn.SiLU(), torch.nn.Linear(80, 72))
-    assert jitgemm.nn.quantize_(model, group_size=64) == ["0", "2"]
-    x = torch.randn(5, 48)
-    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
-
-
-@pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("k, group", [*((k, k) for k in KS), *SHORT])
-def test_a_gptq_file(tmp_path, k, group, act_order):
+@pytest.mark.parametrize("act_order, sizes", builders.third([False, True], [*((k, k) for k in KS), *SHORT]))
+def test_a_gptq_file(tmp_path, sizes, act_order):
+    k, group = sizes
     layer = layers.layer(k, k=k, group_size=group, act_order=act_order)
     said = {
         "quant_method": "gptq",
@@ -77,14 +68,6 @@ def test_an_fp8_file_in_blocks_of_which_the_last_is_short(tmp_path):
     weight = layers.load(tmp_path, {"weight": q, "weight_scale_inv": scale}, {"quant_method": "fp8"})
     expected = q.float() * scale.repeat_interleave(128, 1)[:, :496]
     assert torch.equal(weight.pack().dequantize(), expected)
-
-
-@pytest.mark.parametrize("k", KS)
-def test_a_model_is_loaded_and_not_dequantised(k):
-    model = torch.nn.Sequential(torch.nn.Linear(k, 32, bias=False))
-    tensors, dense = stored(torch.randn(32, k))
-    assert load_(model, {f"0.{name}": each for name, each in tensors.items()}, config=config()) == ["0"]
-    assert torch.equal(model[0].weight.dequantize(), dense)
 
 
 def test_a_weight_per_channel_is_cut_along_k_at_multiples_of_16():
