@@ -31,23 +31,6 @@ FORMATS = [(32, True, "bf16", False), (64, False, "fp32", True), (128, False, "b
 # ---- references -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns", "columns of each expert"])
-def test_masked_groups_with_scales_of_any_strides(layout):
-    weight, masked_m = weight_of_experts(3, 72, 400), torch.tensor([2, 0, 4], dtype=torch.int32)
-    x, x_scale = builders.block_lhs(1, 12, 400)
-    x, x_scale = x.view(3, 4, 400), x_scale.view(3, 4, 4)
-    if layout == "columns":
-        x_scale = x_scale.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    elif layout == "columns of each expert":  # DeepEP's
-        x_scale = x_scale.transpose(1, 2).contiguous().transpose(1, 2)
-    out = torch.zeros(3, 4, 72, dtype=torch.bfloat16)
-    jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x, x_scale), weight, out, masked_m, 2)
-    for e, count in enumerate(masked_m.tolist()):
-        part = (x[e].view(torch.int8)[:count].view(x.dtype), x_scale[e, :count])
-        assert same_bits(out[e, :count], jitgemm.gemm_w4a8_reference(part, weight[e]))
-        assert bool((out[e, count:] == 0).all())
-
-
 # ---- powers of two ---------------------------------------------------------------------------------------------------
 
 

@@ -221,11 +221,6 @@ SIGNATURES = json.loads((Path(__file__).parent / "deep_gemm_signatures.json").re
 NEWEST, *OLDER = sorted(SIGNATURES.keys() - {"source"}, reverse=True)
 CALLS = ["fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"]
 GRADIENTS = ["k_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_tn_contiguous"]
-OLDEST_GRADIENTS = {
-    "wgrad_gemm_fp8_fp8_fp32_nt": ["lhs", "rhs", "out"],
-    "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt": ["lhs", "rhs", "out", "batch_sizes"],
-}
-"""As of 1.0, deep_gemm/jit_kernels/wgrad_gemm.py."""
 
 
 def theirs(version: str, name: str) -> dict[str, object]:

@@ -364,6 +364,8 @@ def test_activations_that_are_not_added_up_in_f16(lhs):
         jitgemm.gemm_w4a8_bf16_nt(given, weight, torch.empty(5, 64, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=message):
         gemm_w4a8_bound(given, weight)
+    with pytest.raises(ValueError, match="rhs.sums: expected 'exact' for int8 activations alone"):
+        jitgemm.gemm_w4a8_nt(builders.lhs(1, 5, 512), weight.with_sums("exact"), torch.empty(5, 64))
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from emulator.problems import assert_outside_untouched, problem, share_of_bound
 from marks import emulated
 
 import jitgemm
-from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
@@ -108,25 +107,3 @@ def test_exact_calls_take_kernels_that_lose_nothing(monkeypatch):
     operands = problem(KernelSpec.from_label("s8fast-g128-bf16-m96n64-s4"), 300, 4096, 256)
     assert GemmLaunch(operands).spec.sums == "parts"
     assert GemmLaunch(operands._replace(weight=operands.weight.with_sums("exact"))).spec.sums == "f32"
-
-
-@pytest.mark.parametrize("experts", (False, True))
-def test_weights_say_what_they_allow(experts):
-    """The CPU's reference is exact whatever is asked for; what cannot be had raises there, too."""
-    k, n, m = 384, 136, 20
-    parts = builders.weight_parts(1, n, k, 128)
-    out = torch.empty((2, m, n) if experts else (m, n))
-
-    def call(lhs, weight):
-        if not experts:
-            return jitgemm.gemm_w4a8_nt(lhs, weight, out)
-        stacked = jitgemm.W4Weight.stacked(2, lambda e: weight)
-        lhs = torch.stack((lhs[0],) * 2), torch.stack((lhs[1].flatten(),) * 2)
-        return jitgemm.m_grouped_gemm_w4a8_nt_masked(lhs, stacked, out, torch.tensor([m, 3], dtype=torch.int32), 9)
-
-    lhs, weight = builders.lhs(2, m, k, "s8"), parts.packed.with_sums("exact")
-    call(lhs, weight)
-    ref, _ = gemm_w4a8_bound(lhs, weight)
-    assert torch.equal(out[0] if experts else out, ref.float())
-    with pytest.raises(ValueError, match="rhs.sums: expected 'exact' for int8 activations alone"):
-        call(builders.lhs(2, m, k, "e4m3"), weight)

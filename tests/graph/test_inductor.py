@@ -53,35 +53,22 @@ def same(a, b) -> bool:
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_norm_is_computed_by_its_quantiser(dtype):
+NORMS = {
+    "bf16": (torch.bfloat16, norm, lambda w: w),
+    "fp16": (torch.float16, norm, lambda w: w),
+    "fp32": (torch.float32, norm, lambda w: w),
+    "1 + weight": (torch.bfloat16, gemma, lambda w: w.float() + 1),
+    "1 + weight, fp32": (torch.float32, gemma, lambda w: w + 1),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_computed_by_its_quantiser(name):
+    dtype, normed, gain = NORMS[name]
     x, w = inputs(dtype)
-    found, graphs = compiled(lambda x, w: quantised(norm(x, w)), x, w)
-    assert same(found, quantised(x, rms_norm=w, eps=1e-5))
+    found, graphs = compiled(lambda x, w: quantised(normed(x, w), torch.int8, affine=True), x, w)
+    assert same(found, quantised(x, torch.int8, affine=True, rms_norm=gain(w), eps=1e-5))
     assert graphs.quantisers == {"norm": 1} and graphs.count(torch.ops.aten.rsqrt.default) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_norm_by_1_plus_weight_is_too(dtype):
-    x, w = inputs(dtype)
-    found, graphs = compiled(lambda x, w: quantised(gemma(x, w), torch.int8, affine=True), x, w)
-    assert same(found, quantised(x, torch.int8, affine=True, rms_norm=w.float() + 1, eps=1e-5))
-    assert graphs.quantisers == {"norm": 1} and graphs.count(torch.ops.aten.rsqrt.default) == 0
-
-
-def test_a_rotation_stays_behind_the_norm_and_residual_that_are_folded():
-    x, _ = inputs(columns=256)
-    other, w = torch.randn_like(x), torch.randn(256).bfloat16()
-
-    def call(x, other, w):
-        total = x + other
-        return *quantised(norm(total, w), torch.int8, rotation=128), *quantised(norm(total, w), torch.int8), total * 2
-
-    found, graphs = compiled(call, x, other, w)
-    total = x + other
-    hands = [quantised(total, torch.int8, rms_norm=w, eps=1e-5, rotation=rotation) for rotation in (128, 0)]
-    assert same(found, (*hands[0], *hands[1], total * 2))
-    assert graphs.quantisers == {"add": 1, "norm": 1}
 
 
 def test_a_norm_in_fp32_is_computed_by_the_quantisers_of_its_conversions():
@@ -211,35 +198,31 @@ def test_eager_numerics_leave_no_rounding_out():
 # ---- residuals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_residual_is_added_by_the_quantiser_behind_it_and_the_sum_read_by_all_others(dtype):
-    x, w = inputs(dtype)
-    other = torch.randn_like(x)
-
-    def call(x, other, w):
-        total = x + other
-        return *quantised(norm(total, w)), *quantised(norm(total, w), torch.int8), total.view(-1), total * 2
-
-    found, graphs = compiled(call, x, other, w)
-    total = x + other
-    hands = [quantised(total, kind, rms_norm=w, eps=1e-5) for kind in (E4M3, torch.int8)]
-    assert same(found, (*hands[0], *hands[1], total.view(-1), total * 2))
-    assert graphs.quantisers == {"add": 1, "norm": 1} and graphs.count(torch.ops.aten.add.Tensor) == 0
+INT8 = {"dtype": torch.int8}
+BEHIND = {
+    "two types": (torch.bfloat16, [{}, INT8]),
+    "two types of fp32": (torch.float32, [{}, INT8]),
+    "a rotation": (torch.bfloat16, [INT8 | {"rotation": 128}, INT8]),
+    "sums": (torch.bfloat16, [INT8 | {"correction": ("bf16", size)} for size in (32, 128, 32)]),
+}
+"""The type of x, and what each quantiser is given; of the last kind two are one."""
 
 
-def test_quantisers_keep_their_sums_and_those_of_other_groups_stay_apart():
-    x, w = inputs()
-    other, sizes = torch.randn_like(x), (32, 128, 32)
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_residual_is_added_by_the_quantiser_behind_it_and_the_sum_read_by_all_others(name):
+    dtype, options = BEHIND[name]
+    x, other, w = torch.randn(2, 3, 256).to(dtype), torch.randn(2, 3, 256).to(dtype), torch.randn(256).to(dtype)
 
     def call(x, other, w):
         total = x + other
         normed = norm(total, w)
-        each = [quantised(normed, torch.int8, correction=("bf16", size)) for size in sizes]
-        return *each[0], *each[1], *each[2], total.view(-1)
+        each = [quantised(normed, **given) for given in options]
+        return *(part for lhs in each for part in lhs), total.view(-1), total * 2
 
     found, graphs = compiled(call, x, other, w)
-    hands = [quantised(x + other, torch.int8, rms_norm=w, eps=1e-5, correction=("bf16", size)) for size in sizes]
-    assert same(found, (*hands[0], *hands[1], *hands[2], (x + other).view(-1)))
+    total = x + other
+    hands = [part for given in options for part in quantised(total, rms_norm=w, eps=1e-5, **given)]
+    assert same(found, (*hands, total.view(-1), total * 2))
     assert graphs.quantisers == {"add": 1, "norm": 1} and graphs.count(torch.ops.aten.add.Tensor) == 0
 
 
@@ -406,12 +389,17 @@ def test_a_gate_or_up_that_anything_else_reads_stays_where_it_is(read):
 def test_one_graph_serves_every_m():
     mlp, graphs = MLP(), Graphs()
     _, w = inputs()
-    call = torch.compile(
-        lambda x: mlp(torch.nn.functional.rms_norm(x, (K,), w, 1e-5)), backend=graphs, fullgraph=True, dynamic=True
-    )
+
+    def layer(x):
+        total = x + x.flip(1)
+        return mlp(torch.nn.functional.rms_norm(total, (K,), w, 1e-5)) + total
+
+    call = torch.compile(layer, backend=graphs, fullgraph=True)
     for m in (3, 8, 21):
         x = torch.randn(m, K).bfloat16()
-        assert builders.same_bits(call(x), by_hand(mlp, x, rms_norm=w, eps=1e-5))
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=4096)  # raises if anything guards on it
+        total = x + x.flip(1)
+        assert builders.same_bits(call(x), by_hand(mlp, total, rms_norm=w, eps=1e-5) + total)
     assert graphs.quantisers == {"norm": 1, "silu": 1}
 
 

@@ -68,55 +68,6 @@ class MLP(torch.nn.Module):
         return self.down(silu(self.gate(x)) * self.up(x))
 
 
-class Halves(torch.nn.Module):
-    """A gated MLP whose gate and up are one Linear."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_up, self.down = linear(2 * N, K), linear(K, N)
-
-    def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(silu(gate) * up)
-
-
-class Attention(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (torch.nn.Linear(K, K) for _ in range(4))
-
-    def forward(self, x):
-        return self.o_proj(torch.sigmoid(self.q_proj(x)) * self.k_proj(x) + self.v_proj(x))
-
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2 = torch.nn.RMSNorm(K, eps=1e-5), torch.nn.RMSNorm(K, eps=1e-5)
-        self.attention, self.mlp = Attention(), MLP(lambda n, k: torch.nn.Linear(k, n))
-
-    def forward(self, hidden):
-        hidden = hidden + self.attention(self.norm1(hidden))
-        return hidden + self.mlp(self.norm2(hidden))
-
-
-class Layers(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList([Layer()])
-
-    def forward(self, hidden):
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
-
-
-def layers() -> torch.nn.Module:
-    model = Layers().bfloat16().eval()
-    jitgemm.nn.quantize_(model)
-    return model
-
-
 def stacked(n: int, k: int, kind: type = jitgemm.W4Weight, **form) -> jitgemm.W4Weight | jitgemm.W8Weight:
     return kind.stacked(E, lambda e: builders.weight_parts(e, n, k, **form).packed)
 
@@ -284,8 +235,6 @@ CALLS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "W8A8Linear": (lambda: linear(kind=jitgemm.nn.W8A8Linear), ROWS),
     "W8A8Linear, blocks": (lambda: linear(kind=jitgemm.nn.W8A8Linear, activation="e4m3_block", block=128), ROWS),
     "gated MLP": (MLP, ROWS),
-    "gated MLP, halves": (Halves, BATCH),
-    "a decoder layer": (layers, BATCH),
     "W4A8Experts": (Experts, ROWS),
     "W4A8Experts, sums in f16": (lambda: Experts(sums="f16", group_size=32), ROWS),
     "W8A8Experts": (lambda: Experts(8, "e4m3_block"), ROWS),
@@ -385,7 +334,7 @@ def test_one_graph_serves_an_m_that_no_tracer_knows(name, device):
     assert graphs_of(name, device, 7, 1, N, backend="aot_eager", mark=torch._dynamo.decorators.mark_unbacked) == 1
 
 
-INDUCTOR = ("gated MLP, halves", "a decoder layer", "W4A8Experts")
+INDUCTOR = ("gated MLP", "W4A8Experts")
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
@@ -450,7 +399,7 @@ def test_vmap_names_the_op_that_it_cannot_batch():
 
 
 NEED_A_DRIVER = (
-    "a decoder layer", "gemm into columns", "quantise into", "add and normalise", "DeepGEMM's rows", "fused_experts",
+    "gemm into columns", "quantise into", "add and normalise", "DeepGEMM's rows", "fused_experts",
 )  # fmt: skip
 """PyTorch indexes and copies a GPU's tensors, fake ones too, where it finds a GPU."""
 

@@ -317,26 +317,6 @@ def test_the_layer_without_gates(mode):
         assert_layer(Case(tokens=tokens, top_k=4, experts=8, mode=mode, options={"activation": "relu2"}, **SMALL))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_experts_of_other_ranks_are_skipped(mode):
-    expert_map = torch.full((128,), -1, dtype=torch.int32)
-    expert_map[64:80] = torch.arange(16, dtype=torch.int32)
-    for tokens in (1, 8, 128):
-        options = {"expert_map": expert_map.cuda()}
-        case = Case(tokens=tokens, top_k=8, experts=16, mode=mode, options=options, **SMALL)
-        ids = choices(tokens, tokens, 8, 128).cuda()
-        ids[0] = 3  # none of its experts is here
-        out = assert_layer(case, topk_ids=ids)
-        assert bool((out[0] == 0).all())
-
-
-def test_skewed_routings():
-    case = Case(tokens=200, top_k=4, experts=32, mode="s8", **SMALL)
-    for kind in ("zipf", "one"):
-        assert_layer(case, topk_ids=choices(3, 200, 4, 32, kind).cuda())
-    assert bool((fused_experts(*case.replaced(topk_ids=torch.full_like(case.arguments[3], -1))) == 0).all())
-
-
 def test_a_token_alone_has_the_same_bits_where_asked():
     case = Case(tokens=90, top_k=4, experts=16, mode="e4m3", **SMALL)
     x, w13, w2, ids, weights = case.arguments
