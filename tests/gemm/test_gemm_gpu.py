@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,10 +38,9 @@ from jitgemm.dtypes import LHS_TYPES
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
-from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
-from jitgemm.select.choose import choose, kernels_for
+from jitgemm.select.choose import choose
 from jitgemm.select.legal import illegal, legal_kernels
 from jitgemm.select.ranked import candidates
 from jitgemm.weight.pack import pack_w4
@@ -527,47 +524,6 @@ def test_a_weight_packed_a_moment_ago_is_read_whole():
         assert_right(out, lhs, rhs)
 
 
-# ---- streams and threads --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("own_streams", [False, True])
-def test_two_threads_at_once(own_streams):
-    """Same shapes, other tensors: no thread's addresses may reach the other's launch. Both load new kernels at once."""
-    rhs = [builders.weight_parts(seed, 520, 1120, 32).packed.to("cuda") for seed in (31, 32)]
-    sizes = (1, 20, 70, 300)
-    inputs = [[builders.lhs(10 * t + i, m, 1120, "s8", device="cuda") for i, m in enumerate(sizes)] for t in (0, 1)]
-    outputs: list[list[torch.Tensor]] = [[], []]
-    errors: list[BaseException] = []
-    start = threading.Barrier(2)
-    torch.cuda.synchronize()
-
-    def work(number: int) -> None:
-        try:
-            start.wait(timeout=60)
-            stream = torch.cuda.Stream() if own_streams else torch.cuda.current_stream()
-            with torch.cuda.stream(stream):
-                for _ in range(40):
-                    for lhs in inputs[number]:
-                        out = torch.empty(lhs[0].shape[0], 520, dtype=torch.bfloat16, device="cuda")
-                        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs[number], out)
-                        outputs[number].append(out)
-                stream.synchronize()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert errors == [] and not any(thread.is_alive() for thread in threads)
-    for number in (0, 1):
-        for i, lhs in enumerate(inputs[number]):
-            first, *rest = outputs[number][i::4]
-            assert_right(first, lhs, rhs[number])
-            assert all(builders.same_bits(first, each) for each in rest)
-
-
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
@@ -594,30 +550,6 @@ def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch)
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
-
-
-# ---- the JIT --------------------------------------------------------------------------------------------------------
-
-
-def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
-    from jitgemm import settings
-    from jitgemm.runtime import loaded
-
-    n, k, format = 2048, 1024, WeightFormat(64, False, "bf16")
-    kernels = kernels_for(n, k, "s8", format, device_figures(), 700)
-    if settings.debug():
-        kernels = [replace(spec, debug=True) for spec in kernels]
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(loaded.cache.get_or_compile, map(kernel_source, kernels)))
-    monkeypatch.setattr(loaded, "kernels", {})
-    monkeypatch.setenv("JITGEMM_JIT", "off")
-    rhs = weight(n, k, (64, False, "bf16"))
-    x, x_scale = activations(700, k, "s8")
-    out = torch.empty(700, n, dtype=torch.bfloat16, device="cuda")
-    for m in (*range(1, 70), *range(71, 700, 13), 700):
-        jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), rhs, out[:m])
-    assert_right(out, (x, x_scale), rhs)
-    assert len(loaded.kernels) <= len(kernels)
 
 
 # ---- large ----------------------------------------------------------------------------------------------------------

@@ -146,12 +146,9 @@ def test_no_rows_return_at_once():
 
 
 def test_the_argument_block_has_the_fields_of_the_header():
-    header = "jitgemm/gemm/types.cuh"
-    expected_fields = []
-    for name in ("GroupPointers", "Args", "GroupedArgs"):
-        fields = struct_of_part(header, name)
-        expected_fields += [(field, CODES[kind]) for field, (kind, _) in fields.items()]
-    assert list(gemms.GROUPED_ARGUMENTS.fields.items()) == expected_fields
+    fields = struct_of("jitgemm/gemm/types.cuh", "GroupedArgs")
+    assert gemms.GROUPED_ARGUMENTS.fields == {field: CODES[kind] for field, (kind, _) in fields.items()}
+    assert list(gemms.GROUPED_ARGUMENTS.fields) == list(fields)
     assert gemms.GROUPED_ARGUMENTS._struct.size == 160
 
 
@@ -178,19 +175,3 @@ def test_a_grouped_call_s_tensors_and_sizes_reach_its_parameters(gathers, monkey
         "channel_scale_type": 1, "bias_type": 0, "last_rows": 0, "chunk_blocks": 0, "chunk_rows": 0, "experts": E, "rows_of_expert": 0, "expected_rows": 2,
         "tokens": 12, "sizes_step": 1, "wide_sizes": 1, "scale_expert_step": 0,
     }  # fmt: skip
-
-
-def struct_of_part(header: str, name: str):
-    import re
-
-    from jitgemm.jit.source import headers
-
-    text = headers()[header]
-    if name == "Args":
-        return struct_of(header, name)
-    body = re.search(rf"struct {name}(?: : [\w, ]+)? {{\n(.*?)\n}};", text, re.DOTALL)[1]
-    found = {}
-    for line in body.splitlines():
-        type_, field = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+(\w+);.*", line).groups()
-        found[field] = ("pointer" if type_.endswith("*") else type_), 0
-    return found

@@ -186,15 +186,6 @@ def test_an_input_written_behind_the_norm_is_read_ahead_of_that():
     assert same(compiled(call, x.clone(), w)[0], quantised(x, rms_norm=w, eps=1e-5))
 
 
-def test_eager_numerics_leave_no_rounding_out():
-    x, w = inputs()
-    import torch._inductor.config as config
-
-    with config.patch(emulate_precision_casts=True):
-        found, graphs = compiled(lambda x, w: (*quantised(norm(x, w)), *quantised(norm(x, w))), x, w)
-    assert graphs.quantisers["norm"] == 0 and same(found[:2], quantised(norm(x, w)))
-
-
 # ---- residuals -------------------------------------------------------------------------------------------------------
 
 
@@ -518,29 +509,33 @@ def test_eager_and_fake_calls_load_no_passes_of_inductor():
     assert (done.stdout.strip(), done.returncode) == ("[] False", 0), done.stderr
 
 
-def test_custom_passes_stay_usable_and_see_the_graph_ahead_of_ours():
+def forget(graph) -> None:
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.rsqrt.default:
+            del node.meta["val"]
+
+
+seen: list[torch.fx.Graph] = []
+SETTINGS = {
+    "eager numerics leave no rounding out": ({"emulate_precision_casts": True}, "plain"),
+    "the pattern matcher's switch": ({"pattern_matcher": False}, "plain"),
+    "a custom pass that leaves nodes without shapes": ({"post_grad_custom_pre_pass": forget}, "plain"),
+    "a custom pass ahead of ours": ({"post_grad_custom_pre_pass": lambda graph: seen.append(graph)}, "norm"),
+}
+"""Inductor's, and what quantisers compute."""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_inductor_s_settings_and_custom_passes_are_kept_to(name):
     import torch._inductor.config as config
 
+    settings, kind = SETTINGS[name]
     x, w = inputs()
-    seen = []
-    with config.patch(post_grad_custom_pre_pass=seen.append):
-        _, graphs = compiled(lambda x, w: quantised(norm(x, w)), x, w)
-    assert len(seen) == 1 and graphs.quantisers == {"norm": 1}
-
-
-def test_nodes_without_shapes_that_a_custom_pass_leaves_are_left_alone():
-    import torch._inductor.config as config
-
-    x, w = inputs()
-
-    def forget(graph):
-        for node in graph.nodes:
-            if node.target is torch.ops.aten.rsqrt.default:
-                del node.meta["val"]
-
-    with config.patch(post_grad_custom_pre_pass=forget):
-        _, graphs = compiled(lambda x, w: (*quantised(norm(x, w)), *quantised(norm(x, w))), x, w)
-    assert graphs.quantisers == {"plain": 2}
+    seen.clear()
+    with config.patch(**settings):
+        found, graphs = compiled(lambda x, w: (*quantised(norm(x, w)), *quantised(norm(x, w).flip(0))), x, w)
+    assert graphs.quantisers[kind] == graphs.quantisers.total() - (kind == "norm") and len(seen) == ("ahead" in name)
+    assert kind == "norm" or same(found[:2], quantised(norm(x, w)))
 
 
 def test_a_size_as_a_factor_is_no_weight():
@@ -549,15 +544,6 @@ def test_a_size_as_a_factor_is_no_weight():
     for m in (3, 8):
         x = torch.randn(m, K).bfloat16()
         assert same(call(x), quantised(x * m))
-    assert graphs.quantisers == {"plain": 1}
-
-
-def test_the_pattern_matcher_s_switch_turns_the_pass_off():
-    import torch._inductor.config as config
-
-    x, w = inputs()
-    with config.patch(pattern_matcher=False):
-        _, graphs = compiled(lambda x, w: quantised(norm(x, w)), x, w)
     assert graphs.quantisers == {"plain": 1}
 
 
