@@ -112,8 +112,8 @@ def test_every_way_through_the_kernel_and_packed_exponents_with_the_bits_of_fp32
     ]  # fmt: skip
     assert found or name == "g64o"  # offsets take more registers than some tiles leave
     x = builders.lhs(2, m, k, lhs_type, device="cuda")[0]
-    for i, spec in enumerate(random.Random(1).sample(found, min(2, len(found)))):
-        words = of_every_kind(m, k, column_major=i % 2 == 0)
+    for spec in random.Random(1).sample(found, min(1, len(found))):
+        words = of_every_kind(m, k, column_major=WAYS.index(way) % 2 == 0)
         results = []
         for x_scale, kernel in ((fp32_scales(words, k), spec), (words, replace(spec, lhs_e8m0=True))):
             out = torch.empty(m, n, device="cuda").bfloat16()

@@ -71,7 +71,7 @@ BLOCK_SPECS = [dict(SPECS[i], lhs_group=128) for i in (0, 3, 4, 6, 7, 8)]
 
 @pytest.mark.parametrize(
     ("gathered", "name", "shape"),
-    [*builders.third([False, True], ["e4m3", "s8", "s8-channel"], SPECS),
+    [*zip(itertools.cycle([False, True]), itertools.cycle(["e4m3", "s8", "s8-channel"]), SPECS),
      *itertools.product([False], ["e4m3w8-g128", "s8w8-g128"], W8_SPECS),
      *itertools.product([False], ["e4m3", "s8"], BLOCK_SPECS)],
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
