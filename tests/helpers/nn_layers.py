@@ -14,10 +14,7 @@ from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight
 
 K, N = 256, 72
-CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int8_affine": torch.int8}
-
-
-CODES |= {f"{name}_block": CODES[name] for name in ("e4m3", "int8")}
+CODES = {name: torch.float8_e4m3fn if name.startswith("e4m3") else torch.int8 for name in ACTIVATIONS}
 
 
 def linear(seed: int = 1, k: int = K, n: int = N, bias: bool = True, dtype: torch.dtype = torch.float32):
@@ -77,6 +74,13 @@ def layer_of(kind: str) -> W4A8Linear:
 @pytest.fixture(params=MAKERS)
 def layer(request) -> W4A8Linear:
     return layer_of(request.param)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def scheme_of(layer: PackedLinear) -> str:

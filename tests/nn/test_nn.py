@@ -12,6 +12,7 @@ import builders
 import pytest
 import torch
 from nn_layers import CODES, K, N, inputs, layer_of, linear, permuted_w8, permuted_weight, scheme_of
+from nn_layers import fresh_dynamo as fresh_dynamo
 from nn_layers import layer as layer
 from safetensors.torch import load_file, save_file
 from small_models import Model
@@ -415,13 +416,6 @@ def test_a_buffer_that_is_replaced_alone_is_used(kind, name, change):
 
 
 # ---- compilers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", ["e4m3_block", "int8_affine", "permutation", "offset", "static", "w8 e4m3", "rotated"])

@@ -8,6 +8,7 @@ import builders
 import pytest
 import torch
 from nn_layers import ACTIVATIONS, CODES, MAKERS, K, N, inputs, layer_of, linear, scheme_of
+from nn_layers import fresh_dynamo as fresh_dynamo
 from small_models import Block, Model, checkpoint_tensors, opened, same_state
 
 import jitgemm.nn
@@ -90,13 +91,6 @@ def test_a_cuda_graph_right_after_the_warm_up(kind):
         x.copy_(inputs(seed, 48, K))
         graph.replay()
         assert builders.same_bits(out, layer(x))
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
