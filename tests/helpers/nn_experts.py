@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import builders
 import torch
 
@@ -58,3 +60,12 @@ def experts_of_8_bits(activation: str, w13: int = 8, w2: int = 8, gate: Gate = S
         return quantize_w8(w, dtype) if bits == 8 else quantize_w4(w, 32, lhs_dtype=dtype, clip_steps=0)
 
     return packed_experts(made(w13, 2 * INTER, HIDDEN), made(w2, HIDDEN, INTER), gate=gate, activation=activation)
+
+
+WIDTHS = ((8, 8), (4, 8), (8, 4), (4, 4))
+"""Bits of w13 and of w2."""
+LAYERS = {
+    **{name: functools.partial(experts, gate, bias=name == "gpt-oss") for name, gate in GATES.items()},
+    **{str(widths): lambda activation, of=widths: experts_of_8_bits(activation, *of) for widths in WIDTHS},
+}
+"""Of an activation: one of every gate, and of all pairs of widths."""

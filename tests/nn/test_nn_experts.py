@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from nn_experts import GATES, HIDDEN, INTER, E, experts, experts_of_8_bits, routed, weight
+from nn_experts import GATES, HIDDEN, INTER, LAYERS, WIDTHS, E, experts, experts_of_8_bits, routed, weight
 from small_models import same_state
 
 import jitgemm
@@ -23,9 +23,6 @@ from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 
-WIDTHS = ((8, 8), (4, 8), (8, 4), (4, 4))
-"""Bits of w13 and of w2."""
-
 # ---- the layer -------------------------------------------------------------------------------------------------------
 
 
@@ -38,12 +35,6 @@ def by_hand(layer: PackedExperts, *routed: torch.Tensor) -> torch.Tensor:
     options |= {"scheme": "block" if layer.activation.endswith("_block") else "token"}
     options |= {"bias13": w13.bias, "bias2": w2.bias}
     return jitgemm.fused_experts(x, w13.weight, w2.weight, ids, weights, **options)
-
-
-LAYERS = {
-    **{name: partial(experts, gate, bias=name == "gpt-oss") for name, gate in GATES.items()},
-    **{str(widths): lambda activation, of=widths: experts_of_8_bits(activation, *of) for widths in WIDTHS},
-}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

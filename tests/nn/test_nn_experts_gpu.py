@@ -9,7 +9,7 @@ import builders
 import pytest
 import torch
 from expert_models import MODELS, alike, build, logits
-from nn_experts import GATES, TOP_K, E, close, experts, experts_of_8_bits, routed
+from nn_experts import GATES, LAYERS, TOP_K, E, close, experts, routed
 from small_models import same_state
 
 import jitgemm.nn
@@ -28,15 +28,9 @@ def on_gpu(tensors):
     return tuple(tensor.cuda() for tensor in tensors)
 
 
-LAYERS = {
-    **{name: lambda of, gate=gate: experts(gate, of, bias=gate.kind == "swiglu_oai") for name, gate in GATES.items()},
-    **{str(widths): lambda of, widths=widths: experts_of_8_bits(of, *widths) for widths in ((8, 8), (4, 8), (8, 4))},
-}
-
-
 @pytest.mark.parametrize("name, activation, dtype", builders.third(LAYERS, ACTIVATIONS, DTYPES), ids=str)
 def test_the_gpu_gives_the_cpus_results(name, activation, dtype):
-    layer = LAYERS[name](activation)
+    layer = LAYERS[name](activation=activation)
     for tokens in (1, 9, 300):
         arguments = routed(tokens, tokens, dtype=dtype)
         out = copy.deepcopy(layer).cuda()(*on_gpu(arguments))

@@ -75,27 +75,26 @@ def test_a_layer_s_gemm_is_given_its_sums(given, activation, sums, expected):
     assert made.state_dict().keys() == usual.state_dict().keys()
 
 
-@pytest.mark.parametrize("activation, sums, message", [
-    ("int8", "f16", "sums: expected 'f32' but with activation e4m3, got 'f16' with int8"),
-    ("e4m3_block", "f16", "sums: expected 'f32' but with activation e4m3, got 'f16' with e4m3_block"),
-    ("e4m3", "exact", "sums: expected 'f32' but with activation int8 of any kind, got 'exact' with e4m3"),
-    ("e4m3", "f64", "sums: expected one of"),
-])  # fmt: skip
-def test_sums_that_an_activation_does_not_have(activation, sums, message):
-    made = W4A8Linear(weight(), activation=activation)
-    with pytest.raises(ValueError, match=message):
+REFUSED = [
+    (lambda: W4A8Linear(weight(), activation="int8"), "f16", "but with activation e4m3, got 'f16' with int8"),
+    (
+        lambda: W4A8Linear(weight(), activation="e4m3_block"),
+        "f16",
+        "but with activation e4m3, got 'f16' with e4m3_block",
+    ),
+    (lambda: W4A8Linear(weight()), "exact", "but with activation int8 of any kind, got 'exact' with e4m3"),
+    (lambda: W4A8Linear(weight()), "f64", ""),
+    (lambda: W4A8Linear(weight(lost=True)), "f16", ""),
+    (lambda: W4A8Linear(weight(group_size=K)), "f16", ""),
+    (lambda: W8A8Linear.from_linear(torch.nn.Linear(K, N)), "f16", ""),
+]
+
+
+@pytest.mark.parametrize("make, sums, message", REFUSED)
+def test_a_layer_says_that_sums_cannot_be_had_and_stays_as_it_was(make, sums, message):
+    made = make()
+    with pytest.raises(ValueError, match=f"sums: expected .*{message}"):
         made.sums = sums
-    assert made.sums == "f32"
-
-
-@pytest.mark.parametrize("given_weight", [
-    lambda: W4A8Linear(weight(lost=True)), lambda: W4A8Linear(weight(group_size=K)),
-    lambda: W8A8Linear.from_linear(torch.nn.Linear(K, N)),
-], ids=["scales", "per channel", "8 bits"])  # fmt: skip
-def test_a_layer_says_that_f16_cannot_be_had_and_stays_as_it_was(given_weight):
-    made = given_weight()
-    with pytest.raises(ValueError, match="sums: expected 'f32'"):
-        made.sums = "f16"
     assert made.sums == made.call_sums == "f32" and "channel_scale" not in made._non_persistent_buffers_set
 
 
