@@ -232,7 +232,8 @@ def test_forward_hooks_go_to_the_layer():
     after = model[0].register_forward_hook(lambda module, args, options, out: seen.append(out), with_kwargs=True)
     quantize(model)
     out = model(torch.randn(2, 64))
-    before.remove(), after.remove()
+    for handle in (before, after):
+        handle.remove()
     model(torch.randn(2, 64))
     assert seen[0] is W4A8Linear and seen[1] is out and len(seen) == 2
 

@@ -184,19 +184,16 @@ def test_a_layer_has_one_gpu_s_bits(eight, name):
     assert eight(same_bits_of, name) == [[]] * 8
 
 
-@pytest.mark.parametrize(
-    "run, names",
-    [
-        (fewer_ranks_at_most_have_fewer_chunks, [()]),
-        (layouts_and_rows_without_a_finite_scale, [()]),
-        (sums_that_an_engine_brings_together_are_the_same, [("int8, per channel",), ("e4m3, groups of 128",)]),
-        (columns_have_one_gpu_s_bits, [("e4m3, groups of 128",), ("zero points, affine",), ("rotated",), ("static",)]),
-    ],
-    ids=lambda each: getattr(each, "__name__", ""),
-)
-def test_on_eight_ranks(eight, run, names):
-    for arguments in names:
-        eight(run, *arguments)
+ON_EIGHT = [
+    (fewer_ranks_at_most_have_fewer_chunks,), (layouts_and_rows_without_a_finite_scale,),
+    *((sums_that_an_engine_brings_together_are_the_same, name) for name in ("int8, per channel", "e4m3, groups of 128")),
+    *((columns_have_one_gpu_s_bits, name) for name in ("e4m3, groups of 128", "zero points, affine", "rotated", "static")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", ON_EIGHT, ids=lambda run: " ".join([run[0].__name__, *run[1:]]))
+def test_on_eight_ranks(eight, run):
+    eight(*run)
 
 
 @pytest.mark.parametrize("name", ["int8_affine", "e4m3", "8 bits"])
