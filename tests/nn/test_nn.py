@@ -366,7 +366,7 @@ def test_an_order_of_columns_that_leaves_the_row_or_repeats_one_is_refused_and_n
 @pytest.mark.parametrize(
     "kind, change, by_load, by_class",
     [
-        ("e4m3", {"meta": None}, 'Missing key(s) in state_dict: "meta"', "state dict: expected a tensor 'meta', found none"),
+        ("e4m3", {"meta": None}, 'Missing key(s) in state_dict: "meta"', "expected a tensor 'meta', found none"),
         ("e4m3", {"activation_type": None}, 'Missing key(s) in state_dict: "activation_type"',
          "state dict: expected 'activation_type' to hold one of 0..4, got None"),
         ("per channel", {"channel_scale": torch.ones(128).half()},

@@ -316,7 +316,8 @@ def test_load_fills_a_model_from_a_checkpoint():
 
 @pytest.mark.parametrize(
     "inputs, activation",
-    [({}, "e4m3"), ({"num_bits": 16}, "e4m3"), ({"type": "int"}, "int8"), ({"type": "int", "symmetric": False}, "int8_affine")],
+    [({}, "e4m3"), ({"num_bits": 16}, "e4m3"), ({"type": "int"}, "int8"),
+     ({"type": "int", "symmetric": False}, "int8_affine")],
 )  # fmt: skip
 def test_the_checkpoint_says_which_activations(inputs, activation):
     tensors, _ = checkpoint_tensors(Model())
@@ -391,11 +392,11 @@ def test_tied_weights_need_to_be_stored_once():
 
 OF_FLOATS = "of a quantised layer, where the file has the weight in floats"
 OF_NOBODY = [
-    ({}, {"blocks.0.attn.k_scale": "KV cache", "blocks.0.attn.v_scale": "KV cache", "blocks.0.rotary_emb.inv_freq": ""}),
-    ({}, {"blocks.61.up.weight": "the model lists it as ignorable"}),
+    ({}, {"blocks.0.attn.k_scale": "KV cache", "blocks.0.attn.v_scale": "KV cache"}),
+    ({}, {"blocks.0.rotary_emb.inv_freq": "", "blocks.61.up.weight": "the model lists it as ignorable"}),
     ({}, dict.fromkeys(("odd.g_idx", "odd.input_scale", "odd.input_zero_point"), OF_FLOATS)),
     ({}, {"odd.output_scale": ""}),
-    *((inputs, {"blocks.0.up.input_scale": "static input scale", "blocks.0.up.output_scale": "outputs, not quantised here"})
+    *((inputs, {"blocks.0.up.input_scale": "static input scale", "blocks.0.up.output_scale": "outputs, not quantised"})
       for inputs in ({"dynamic": True}, {"num_bits": 16})),
 ]  # fmt: skip
 """Of inputs as the config has them: what files hold besides, and why nobody needs it."""
