@@ -50,6 +50,7 @@ MAKERS = {
     "zero points": lambda: W4A8Linear.from_linear(linear(bias=False), group_size=32, symmetric=False),
     "per channel": lambda: W4A8Linear.from_linear(linear(), activation="int8", group_size=K, scale_dtype=torch.float32),
     "fp16 scales": lambda: W4A8Linear.from_linear(linear(dtype=torch.float16), scale_dtype=torch.float16),
+    "no code of -8": lambda: W4A8Linear.from_linear(linear(), full_range=False),
     "permutation": lambda: W4A8Linear.from_weight(permuted_weight(), activation="int8_affine"),
     "offset": lambda: W4A8Linear.from_weight(offset_weight(), builders.bias(1, N), activation="int8"),
     "static": lambda: W4A8Linear.from_weight(permuted_weight(), input_scale=torch.tensor([0.01])),

@@ -428,20 +428,12 @@ def test_what_kernels_may_add_up_in_is_an_option(tmp_path, name):
         loaded(tmp_path, options={"sums": "exact"})
 
 
-def test_floats_are_quantised_with_exact_sums(tmp_path):
-    floats(tmp_path, "llama")
-    model = quantised_by(tmp_path, activation="int8", sums="exact")
-    assert sums_of(model) == {"exact"}
-    model.save_pretrained(tmp_path / "saved")
-    assert "sums" not in (tmp_path / "saved" / "config.json").read_text()
-
-
 # ---- quantising on the way -------------------------------------------------------------------------------------------
 
 
 RECIPES = [
     *((name, {"group_size": 32, "activation": "int8"}) for name in MODELS),
-    ("llama", {}),
+    *(("llama", options) for options in ({}, {"activation": "int8", "sums": "exact"})),
     *(("qwen3-moe", {"scheme": scheme}) for scheme in ("mxfp4", "two-level")),
     ("tied llama", {"bits": 4, "lm_head": "int8", "activation": "int8"}),
     ("qwen3-moe", {"bits": 8, "lm_head": "int8", "activation": "int8"}),
@@ -455,7 +447,7 @@ def test_floats_are_quantised_as_quantize_does_and_go_to_a_file_and_back(tmp_pat
     model, expected = quantised_by(tmp_path, **options), build(name)
     quantize_(expected, **options)
     assert_same(model, expected)
-    assert (type(model.lm_head) is W8A8Linear) == ("lm_head" in options)
+    assert (type(model.lm_head) is W8A8Linear) == ("lm_head" in options) and sums_of(model) == sums_of(expected)
     assert_saved(tmp_path / "saved", model)
 
 
@@ -473,26 +465,16 @@ def test_patterns_that_are_no_layer_s_name_are_told(tmp_path):
 
 
 def test_weights_are_quantised_one_layer_at_a_time(tmp_path, monkeypatch):
-    floats(tmp_path, "llama")
-    alive = []
+    alive, original = [], hf.quantised
 
-    def counted(*arguments, **options):
-        state = [x for x in model_of[0].modules() if isinstance(x, torch.nn.Linear)]
-        alive.append(sum(not x.weight.is_meta for x in state))
-        held = [x.module[0] for x in model_of[0].modules() if isinstance(x, hf.Placeholder)]
-        alive.append(sum(not x.weight.is_meta for x in held))
-        return original(*arguments, **options)
+    def counted(replaceable, *arguments, **options):
+        modules = [x.module[0] if isinstance(x, hf.Placeholder) else x for x in replaceable.model.modules()]
+        alive.append(sum(isinstance(x, torch.nn.Linear) and not x.weight.is_meta for x in modules))
+        return original(replaceable, *arguments, **options)
 
-    model_of, original = [], hf.quantised
-    before = hf.JitGemmQuantizer._process_model_after_weight_loading
     monkeypatch.setattr(hf, "quantised", counted)
-    monkeypatch.setattr(
-        hf.JitGemmQuantizer,
-        "_process_model_after_weight_loading",
-        lambda self, model, **kwargs: (model_of.append(model), before(self, model, **kwargs))[1],
-    )
-    quantised_by(tmp_path)
-    assert alive == [1, 1] * 14  # the head, which is loaded as it is, and the layer at work
+    quantised_by(floats(tmp_path, "llama"))
+    assert alive == [2] * 14  # the head, which is loaded as it is, and the layer at work
 
 
 # ---- there and back, and use -----------------------------------------------------------------------------------------
