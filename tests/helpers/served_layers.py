@@ -85,7 +85,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek-v4": {
         "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128], "expert_dtype": "fp4",
     },
-    "qserve": {"quant_method": "qoq", "wbits": 4, "group_size": 32},
+    **{name: {"quant_method": "qoq", "wbits": 4, "group_size": size} for name, size in (
+        ("qserve", 32), ("qserve-128", 128), ("qserve-channel", -1)
+    )},
     "torchao": {"quant_method": "torchao"},
     "torchao-tiles": {"quant_method": "torchao", "form": "tiles"},
     "torchao-fp8": {"quant_method": "torchao", "form": "fp8"},
@@ -99,8 +101,10 @@ WIDE = {
     "gptq": CONFIGS["gptq"] | {"group_size": 128, "sym": False},
     "awq": CONFIGS["awq"] | {"group_size": 128},
     "fp8-blocks": CONFIGS["fp8-blocks"],
+    "qserve": CONFIGS["qserve-128"],
 }
 """Formats with groups of 128."""
+OF_QSERVE = ("qserve", "qserve-128", "qserve-channel")
 OF_MXFP8 = ("mxfp8", "mxfp8-blocks", "modelopt-mxfp8")
 
 
@@ -114,7 +118,9 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     if "NVFP4" in algorithm or "nvfp4" in form:
         return stored_nvfp4(ct, n, k, seed)
     if method == "qoq":
-        tensors, by_kernel = files_qserve.per_group(seed, n, k, 32)
+        if config["group_size"] < 0:
+            return files_qserve.per_channel(seed, torch.arange(n) % 16, n, k)
+        tensors, by_kernel = files_qserve.per_group(seed, n, k, config["group_size"])
         return tensors, by_kernel.double() * tensors["s1_scales"].double()[:, None]
     if (
         config.get("expert_dtype") == "fp4"
@@ -325,6 +331,7 @@ def mixture(x, ids, weights, dense, options=None):
 def assert_mixture(engine, layers, dense, within=0.06, options=None):
     """That the ranks' results add up to it."""
     x, ids, weights = routed(1 + max(e for e, _ in dense))
+    x = x[:, : len(dense[0, "down_proj"])].contiguous()
     total = sum(engine.run_experts(layer, x, ids, weights).double() for layer in layers)
     expected = mixture(x, ids, weights, dense, options)
     assert (total - expected).norm() < within * expected.norm()

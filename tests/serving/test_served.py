@@ -14,7 +14,6 @@ import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import files_qserve
 import pytest
 import torch
 from builders import third
@@ -28,6 +27,7 @@ from served_layers import (
     E4M3,
     INT8,
     OF_MXFP8,
+    OF_QSERVE,
     QUARK,
     SHARDS,
     WIDE,
@@ -52,8 +52,9 @@ PER_TENSOR = ("fp8", "modelopt")
 EIGHT = (*PER_TENSOR, "fp8-blocks", "fp8-blocks-32", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
 EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8", "torchao-fp8", *OF_MXFP8)
 STATIC = ("packed-static", "modelopt-mxfp4", *PER_TENSOR)
+K = 128
 LINEAR = [name for name in CONFIGS if name not in ("w4afp8", "deepseek-v4")]  # whose linears are FP8
-OF_INT8 = ("packed-corrected", "qserve")
+OF_INT8 = ("packed-corrected", *OF_QSERVE)
 BY_BLOCK = ("fp8-blocks", "fp8-blocks-32", "mxfp4-mxfp8", *OF_MXFP8)
 known_or_not = pytest.mark.parametrize("known", [True, False], ids=["with headers", "without"])
 
@@ -125,12 +126,13 @@ def test_layers_that_the_config_or_the_user_leaves_out_routers_and_odd_sizes_sta
 
 
 @each_engine
-@pytest.mark.parametrize("quantization", ["FP8", "fp8_per_channel_per_token", "NVFP4", "W4A8_AWQ"])
+@pytest.mark.parametrize("quantization", ["FP8", "fp8_per_channel_per_token", "NVFP4", "MIXED_PRECISION", "W4A8_AWQ"])
 def test_modelopts_config_of_the_files_is_read(monkeypatch, engine, quantization):
     """hf_quant_config.json, as engines hand it over."""
     said = {"quant_algo": quantization, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "m.*.gate*"]}
     engine.has_own(monkeypatch)
-    algorithm = "NVFP4" if quantization == "NVFP4" else "FP8"
+    said |= {"quantized_layers": {}} if quantization == "MIXED_PRECISION" else {}  # tensors tell
+    algorithm = "NVFP4" if quantization in ("NVFP4", "MIXED_PRECISION") else "FP8"
     tensors, _ = stored({"quant_method": "modelopt", "quant_algo": algorithm}, 64, 64)
     given = {"producer": {"name": "modelopt"}, "quantization": said, "quant_method": "modelopt"}
     config = engine.told(given, {"m.0.up": tensors})
@@ -169,20 +171,6 @@ def test_an_index_that_its_files_contradict_is_an_error(tmp_path, monkeypatch, e
     save_file({"m.a.weight": torch.ones(1)}, tmp_path / names[1])
     with pytest.raises(ValueError, match=f"expected 'm.b.weight' in .*{names[1]}, as the index says, found none"):
         engine.of_folder(tmp_path, None, CONFIGS["gptq"])
-
-
-@each_engine
-def test_headers_of_the_files_say_what_is_quantised_and_how_exact_scales_are(tmp_path, engine):
-    tensors, dense = stored(CONFIGS["gptq"], 64, 64)
-    exact = torch.rand(2, 64)  # no bf16 holds these
-    tensors, scales = tensors | {"scales": exact}, tensors["scales"]
-    floats = {"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}
-    config = engine.of_folder(tmp_path, {"m.a": tensors, "m.b": floats}, CONFIGS["gptq"])
-    assert not engine.serves(config, "m.b")
-    layer = engine.linear("ReplicatedLinear", config, 64, 64, parts={None: tensors}, prefix="m.a")
-    expected = dense / scales.T.double().repeat_interleave(32, 1) * exact.T.double().repeat_interleave(32, 1)
-    assert (dense_of(layer.jitgemm) - expected).abs().max() < 1e-6  # packed with the last of the files' tensors
-    assert process(layer).weight.format.scale_type == "fp32"
 
 
 @each_engine
@@ -325,14 +313,16 @@ def ranks_rows(tensor, place):
 
 
 @pytest.mark.parametrize(
-    "way, name, place", third([(e, known) for known in (True, False) for e in ENGINES], LINEAR, [(0, 1), *TWO])
+    "way, name, place",
+    third([(e, known) for known in (True, False) for e in ENGINES], LINEAR, [(0, 1), (1, 2), (3, 8)]),
 )
-def test_joined_columns_hold_the_ranks_rows_of_each_part(name, place, way):
+def test_joined_columns_hold_the_ranks_rows_of_each_part(way, name, place):
+    """320 rows, parts of which end inside of blocks and tiles."""
     engine, known = way
-    parts = [stored(CONFIGS[name], 256, 64, seed) for seed in (1, 2)]
+    parts = [stored(CONFIGS[name], 320, K, seed) for seed in (1, 2)]
     tensors = [each for each, _ in parts]
     config = told_if(engine, known, CONFIGS[name], dict(zip(("m.gate_proj", "m.up_proj"), tensors)))
-    layer = engine.gate_up(config, 64, 256, tensors[:1], place)
+    layer = engine.gate_up(config, K, 320, tensors[:1], place)
     assert "jitgemm" not in layer._modules
     with engine.rank(*place):
         load(layer, tensors[1], 1)
@@ -345,23 +335,12 @@ def test_joined_columns_hold_the_ranks_rows_of_each_part(name, place, way):
     assert scale == (pytest.approx([0.03]) if name in STATIC else None)  # the largest of both
     of_int8 = "int8" if "int8" in name or name in OF_INT8 else "e4m3"
     assert module.activation == ("e4m3_block" if name in BY_BLOCK else of_int8)
-
-
-@pytest.mark.parametrize(
-    "engine, name, place", third(ENGINES, ["packed", "packed-asymmetric", "gptq", "awq"], [(0, 1), *TWO, (3, 4)])
-)
-def test_q_k_and_v_hold_the_ranks_heads(engine, name, place):
-    sizes = {"q": 256, "k": 128, "v": 128}
-    parts = {each: stored(CONFIGS[name], rows, 64, seed) for seed, (each, rows) in enumerate(sizes.items())}
-    layer = engine.qkv(CONFIGS[name], 64, {each: found for each, (found, _) in parts.items()}, place, (64, 4, 2))
-    number, size = place
-    kv, first = max(1, 2 // size), number * 2 // size
-    others = [parts[each][1][first * 64 : (first + kv) * 64] for each in "kv"]
-    expected = torch.cat([ranks_rows(parts["q"][1], place), *others])
-    assert torch.equal(dense_of(process(layer)), expected)
-    x, bias = torch.randn(3, 64, dtype=BF16), torch.randn(len(expected), dtype=BF16)
-    wanted = x.double() @ expected.T + bias.double()
-    assert (engine.run(layer, x, bias).double() - wanted).norm() < 0.05 * wanted.norm()
+    if not known:
+        sizes, tensors = (K, 320), {None: tensors[0]}
+        single = engine.linear(
+            "ColumnParallelLinear", CONFIGS[name], *sizes, parts=tensors, at=place, prefix="m.q_b_proj"
+        )
+        assert torch.equal(dense_of(process(single)), ranks_rows(parts[0][1], place))
 
 
 @pytest.mark.parametrize("engine, name", in_turn(*LINEAR))
@@ -442,22 +421,6 @@ def test_a_last_group_of_fewer_columns_needs_no_order_of_columns(engine, size):
 
 
 @each_engine
-@pytest.mark.parametrize("k", [256, 320])
-def test_columns_of_blocks_that_ranks_share_rows_of_hold_the_ranks_rows(engine, k):
-    """Rows of 320 / 2 end inside of blocks of 128: of joined layers, and of one whose ranks share blocks."""
-    config = CONFIGS["fp8-blocks"]
-    parts = [stored(config, 320, k, seed) for seed in (1, 2)]
-    for place in TWO:
-        layer = engine.gate_up(config, k, 320, [tensors for tensors, _ in parts], place)
-        single = engine.linear(
-            "ColumnParallelLinear", config, k, 320, parts={None: parts[0][0]}, at=place, prefix="m.q_b_proj"
-        )
-        assert torch.equal(dense_of(process(layer)), torch.cat([ranks_rows(dense, place) for _, dense in parts]))
-        assert torch.equal(dense_of(process(single)), ranks_rows(parts[0][1], place))
-        assert layer.jitgemm.activation == single.jitgemm.activation == "e4m3_block"
-
-
-@each_engine
 def test_a_layer_computes_what_w4a8linear_does_with_bias_and_any_leading_sizes(engine):
     layer = engine.row(CONFIGS["packed"], 64, 64, stored(CONFIGS["packed"], 64, 64)[0], bias=True)
     bias = torch.randn(64, dtype=BF16)
@@ -519,17 +482,26 @@ def test_joined_layers_with_different_activation_orders_or_none_are_an_error(eng
 
 
 @each_engine
-@pytest.mark.parametrize("form", ["linear", "experts"])
-def test_scales_that_the_models_type_cannot_hold_are_kept_without_headers_too(engine, form):
+@pytest.mark.parametrize("form", ["linear", "of a folder", "experts"])
+def test_scales_that_the_models_type_cannot_hold_are_kept(tmp_path, engine, form):
+    """With headers, which also say what is quantised, and without."""
     tensors, dense = stored(CONFIGS["gptq"], 64, 64)
     scales = torch.rand(2, 64)
     by_column = [each.T.double().repeat_interleave(32, 1) for each in (tensors["scales"], scales)]
     tensors["scales"] = scales
-    if form == "linear":
-        found = process(engine.row(CONFIGS["gptq"], 64, 64, tensors)).weight
-    else:
+    if form == "experts":
         every = {(e, proj): tensors for e in range(2) for proj in SHARDS}
         found = engine.experts(CONFIGS["gptq"], (2, 64, 64), every).jitgemm.w2.weight[1]
+    else:
+        config = CONFIGS["gptq"]
+        if form == "of a folder":
+            files = {"m.o_proj": tensors, "m.b": {"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}}
+            config = engine.of_folder(tmp_path, files, config)
+            assert not engine.serves(config, "m.b")
+        layer = engine.row(config, 64, 64, tensors)
+        assert ("jitgemm" in layer._modules) == (form == "of a folder")  # with the last of the files' tensors
+        found = process(layer).weight
+    assert found.format.scale_type == "fp32"
     assert (found.dequantize().double() - dense / by_column[0] * by_column[1]).abs().max() < 1e-6
 
 
@@ -545,21 +517,6 @@ def test_zero_points_are_corrections_where_int8_has_a_scale_per_token(engine, ac
 
 
 # ---- what formats have of their own ----------------------------------------------------------------------------------
-
-
-@each_engine
-@known_or_not
-@pytest.mark.parametrize("name", ["nvfp4", "modelopt-nvfp4"])
-def test_joined_layers_keep_scales_of_the_tensor_of_their_own(engine, name, known):
-    parts = [stored(CONFIGS[name], 64, 128, seed) for seed in (1, 2)]
-    tensors = [each for each, _ in parts]
-    scale = "weight_global_scale" if name == "nvfp4" else "weight_scale_2"
-    assert float(tensors[0][scale]) != float(tensors[1][scale])
-    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}} if known and name != "nvfp4" else {}  # by tensors
-    config = told_if(engine, known, CONFIGS[name] | mixed, dict(zip(("m.gate_proj", "m.up_proj"), tensors)))
-    module = process(engine.gate_up(config, 128, 64, tensors))
-    assert torch.equal(dense_of(module), torch.cat([dense for _, dense in parts]))
-    assert module.weight.format.code == "nvfp4" and module.activation == "e4m3" and module.input_scale is None
 
 
 ACT_8 = {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "is_dynamic": True, "scale_format": "e8m0"}
@@ -592,33 +549,6 @@ def test_inputs_that_the_checkpoint_has_otherwise_are_in_8_bits_and_the_log_says
     assert not said if text is None else len({*said}) == 1 and re.search(text, said[0])
     layer = engine.row(engine.config(config, activation=wanted), 128, 64, tensors)
     assert process(layer).activation == activation
-
-
-OF_ROWS = CONFIGS["qserve"] | {"group_size": -1}
-
-
-@each_engine
-@pytest.mark.filterwarnings("ignore:tp_size")
-def test_qserves_groups_of_128_are_served_in_two_levels_and_cut_through(engine):
-    wide = CONFIGS["qserve"] | {"group_size": 128}
-    found = [files_qserve.per_group(seed, 64, 384) for seed in (1, 2)]
-    dense = [q.double() * tensors["s1_scales"].double()[:, None] for tensors, q in found]
-    module = process(engine.gate_up(wide, 384, 64, [tensors for tensors, _ in found]))
-    assert (module.weight.format.code, module.activation) == ("two_level", "int8")
-    assert torch.equal(dense_of(module), torch.cat(dense))
-    parts = [dense_of(process(engine.row(wide, 384, 64, found[0][0], place))) for place in TWO]
-    assert torch.equal(torch.cat(parts, 1), dense[0])
-
-
-@each_engine
-def test_a_rank_has_parts_of_qserves_tiles(engine):
-    """8 of 32 rows, and columns from the middle of a tile; scales per channel are told by the group size."""
-    tensors, dense = files_qserve.per_channel(3, torch.arange(64) % 16, 64, 192)
-    for number in range(8):
-        layer = engine.gate_up(OF_ROWS, 192, 64, [tensors] * 2, (number, 8))
-        assert torch.equal(dense_of(process(layer)), ranks_rows(dense, (number, 8)).repeat(2, 1))
-    parts = [dense_of(process(engine.row(OF_ROWS, 192, 64, tensors, (number, 4)))) for number in range(4)]
-    assert torch.equal(torch.cat(parts, 1), dense)
 
 
 @first_engine
@@ -803,9 +733,10 @@ def test_weights_that_the_engine_makes_up_are_packed_in_the_files_form(monkeypat
     assert module.activation == fused.activation == expected.activation
     for weight in (module.weight, fused.w13.weight, fused.w2.weight):
         assert weight.bits == expected.weight.bits
-        assert weight.group_size == expected.weight.group_size or name == "torchao-tiles"  # whose data alone tell it
+        # Of these data alone tell it.
+        assert weight.group_size == expected.weight.group_size or name in ("torchao-tiles", "qserve-channel")
         assert weight.dequantize().isfinite().all() and weight.dequantize().any()
-    assert module.weight.format.code == expected.weight.format.code or name == "qserve"
+    assert module.weight.format.code == expected.weight.format.code or name in OF_QSERVE
 
 
 @each_engine

@@ -59,15 +59,6 @@ def test_a_saved_models_row_parallel_layers_hold_the_ranks_columns(tmp_path, eng
 
 
 @each_engine
-def test_a_saved_layers_blocks_that_are_rotated_together_are_not_cut(tmp_path, engine):
-    whole = saved("two levels, rotated", 64, 384)
-    with pytest.raises(
-        ValueError, match="columns to be a multiple of 128, which are rotated together, got columns 192"
-    ):
-        engine.row(engine.of_folder(tmp_path, {"m.o_proj": whole}), 384, 64, whole.state_dict(), (1, 2))
-
-
-@each_engine
 def test_a_saved_models_activation_order_is_kept_with_the_files_joined_rows(tmp_path, engine):
     """As Phi-3's, whose file has both in one layer."""
     q, order = torch.randint(-8, 8, (192, 128), dtype=torch.int8), torch.randperm(128).to(torch.int32)
@@ -97,6 +88,9 @@ def test_what_is_not_read_of_a_saved_model_is_named(tmp_path, engine):
     layers |= {f"{EXPERTS}.0.gate_proj": layers["m.gate_proj"], "m.k_proj": {"weight": torch.zeros(64, 128)}}
     config = engine.of_folder(tmp_path, layers)
     config.packed_modules_mapping["both"] = ["gate_proj", "k_proj"]
+    rotated = saved("two levels, rotated", 64, 384)
+    with pytest.raises(ValueError, match="multiple of 128, which are rotated together, got columns 192"):
+        engine.row(engine.of_folder(tmp_path, {"m.o_proj": rotated}), 384, 64, rotated.state_dict(), (1, 2))
     with pytest.raises(ValueError, match="m.experts: expected packed experts as one module .*, got some .* one by o"):
         engine.experts(config, (2, 64, 64), packed=False)
     with pytest.raises(ValueError, match="m.gate_proj: expected its weight in floats, .* got .*blocks"):
