@@ -19,9 +19,12 @@ from moe_cases import activated
 
 import jitgemm
 from jitgemm.activations.scheme import SILU_MUL
+from jitgemm.checkpoint.compressed_tensors import FORMAT
+from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group
 from jitgemm.checkpoint.files import DTYPES
 from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.linear import LINEARS
+from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.weight.rotation import rotated
 
 BF16 = torch.bfloat16
@@ -58,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "modelopt-mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
     "nvfp4": scheme("tensor_group", 16, format="nvfp4-pack-quantized", type="float", inputs=FP4),
     "packed-corrected": scheme(symmetric=False, inputs=INT8),
+    "rotated": written_config([written_group(["Linear"], 4, "int", scheme="two-level")], [], 128),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
     "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
@@ -67,6 +71,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "auto-round-fp8": {"quant_method": "auto-round", "bits": 8, "group_size": -1, "data_type": "fp", "sym": True},
     "w4afp8": {"quant_method": "w4afp8", "group_size": 32},
     "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8-names": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
     "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "fp8-blocks-32": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 32]},
     "float-quantized": scheme("channel", None, format="float-quantized", num_bits=8, type="float", inputs=E4M3),
@@ -94,6 +99,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bitblas": {"quant_method": "bitblas", "bits": 4, "group_size": 32, "zeros_mode": "original", "fast_decoding": False},
     "executorch": {"quant_method": "executorch"},
 }  # fmt: skip
+"""Quantization configs; "rotated" is what `jitgemm quantize --rotation 128 --scheme two-level` says."""
+SPELT = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+"""transformers' names of FP8 per tensor."""
 WIDE = {
     "packed": scheme(size=128),
     "packed-asymmetric": scheme(size=128, symmetric=False),
@@ -112,6 +120,12 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     """A layer as its format stores it, {suffix: tensor}, and the weight that it stands for."""
     torch.manual_seed(seed)
     method, algorithm = config["quant_method"], config.get("quant_algo") or ""
+    if config is CONFIGS["rotated"]:
+        weight = jitgemm.quantize_w4_two_level(torch.randn(n, k), rotation=128)
+        return FORMAT.write(unpacked(weight), FORMAT.written(config, "")), rotated(weight.dequantize()).double()
+    if config is CONFIGS["fp8-names"]:
+        tensors, dense = stored(CONFIGS["fp8"], n, k, seed)
+        return {SPELT[suffix]: tensor for suffix, tensor in tensors.items()}, dense
     ct = method == "compressed-tensors"
     group = config["config_groups"]["group_0"] if ct else {}
     said, form = group.get("weights", {}), config.get("format", "")

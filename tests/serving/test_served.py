@@ -30,6 +30,7 @@ from served_layers import (
     OF_QSERVE,
     QUARK,
     SHARDS,
+    SPELT,
     WIDE,
     assert_held,
     dense_of,
@@ -38,23 +39,19 @@ from served_layers import (
     stored,
 )
 
-import jitgemm
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.compressed_tensors import FORMAT
-from jitgemm.checkpoint.compressed_tensors_config import written_config, written_group
 from jitgemm.errors import CompileError
 from jitgemm.nn import W4A8Linear, load_
-from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.nn.recipe import Recipe
 from jitgemm.serving import warm
 
-PER_TENSOR = ("fp8", "modelopt")
+PER_TENSOR = ("fp8", "fp8-names", "modelopt")
 EIGHT = (*PER_TENSOR, "fp8-blocks", "fp8-blocks-32", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
 EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8", "torchao-fp8", *OF_MXFP8)
 STATIC = ("packed-static", "modelopt-mxfp4", *PER_TENSOR)
 K = 128
 LINEAR = [name for name in CONFIGS if name not in ("w4afp8", "deepseek-v4")]  # whose linears are FP8
-OF_INT8 = ("packed-corrected", *OF_QSERVE)
+OF_INT8 = ("packed-corrected", "rotated", *OF_QSERVE)
 BY_BLOCK = ("fp8-blocks", "fp8-blocks-32", "mxfp4-mxfp8", *OF_MXFP8)
 known_or_not = pytest.mark.parametrize("known", [True, False], ids=["with headers", "without"])
 
@@ -331,6 +328,7 @@ def test_joined_columns_hold_the_ranks_rows_of_each_part(way, name, place):
     module = process(layer)
     assert torch.equal(dense_of(module), torch.cat([ranks_rows(dense, place) for _, dense in parts]))
     assert not list(layer.parameters()) and module.weight.bits == (8 if name in EIGHT else 4)
+    assert (module.weight.rotation, module.weight.format.code) == (128, "two_level") or name != "rotated"
     scale = None if module.input_scale is None else module.input_scale.tolist()
     assert scale == (pytest.approx([0.03]) if name in STATIC else None)  # the largest of both
     of_int8 = "int8" if "int8" in name or name in OF_INT8 else "e4m3"
@@ -572,39 +570,11 @@ def test_layers_that_the_file_has_joined_are_loaded_at_once(engine, name):
     assert torch.equal(dense_of(process(engine.gate_up(CONFIGS[name], 64, 64, {None: tensors}))), dense)
 
 
-ROTATED = written_config([written_group(["Linear"], 4, "int", scheme="two-level")], [], 128)
-"""What `jitgemm quantize --rotation 128 --scheme two-level` says."""
-
-
-def rotated_layer(seed, n, k):
-    """Tensors of a file, and the weight, turned back."""
-    torch.manual_seed(seed)
-    weight = jitgemm.quantize_w4_two_level(torch.randn(n, k), rotation=128)
-    return FORMAT.write(unpacked(weight), FORMAT.written(ROTATED, "")), dense_of(SimpleNamespace(weight=weight))
-
-
-@each_engine
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_rank_has_its_blocks_of_rotated_layers_in_two_levels(tmp_path, engine, size):
-    gate, up, o = (rotated_layer(seed, n, k) for seed, n, k in ((1, 128, 128), (2, 128, 128), (3, 64, 512)))
-    files = {"m.gate_proj": gate[0], "m.up_proj": up[0], "m.o_proj": o[0]}
-    config = engine.of_folder(tmp_path, files, ROTATED)
-    for place in [(number, size) for number in range(size)]:
-        joined = process(engine.gate_up(config, 128, 128, [gate[0], up[0]], place))
-        cut = process(engine.row(config, 512, 64, o[0], place))
-        for layer in (joined, cut):
-            assert (layer.weight.rotation, layer.weight.format.code, layer.activation) == (128, "two_level", "int8")
-        assert torch.equal(dense_of(joined), torch.cat([ranks_rows(dense, place) for _, dense in (gate, up)]))
-        assert torch.equal(dense_of(cut), o[1].chunk(size, 1)[place[0]])
-
-
 @each_engine
 @pytest.mark.parametrize("split", ["tp", "ep"])
-def test_a_rank_has_its_part_of_rotated_experts_in_two_levels(tmp_path, engine, split):
-    shapes = {"gate_proj": (256, 128), "up_proj": (256, 128), "down_proj": (128, 256)}
-    found = {(e, proj): rotated_layer(10 * e + i, *shapes[proj]) for e in range(4) for i, proj in enumerate(shapes)}
-    tensors, dense = ({key: each[i] for key, each in found.items()} for i in (0, 1))
-    config = engine.of_folder(tmp_path, {f"{EXPERTS}.{e}.{proj}": each for (e, proj), each in tensors.items()}, ROTATED)
+def test_a_rank_has_its_part_of_rotated_experts_in_two_levels(engine, split):
+    tensors, dense = expert_tensors(CONFIGS["rotated"], 4, 128, 256)
+    config = engine.told(CONFIGS["rotated"], {f"{EXPERTS}.{e}.{proj}": each for (e, proj), each in tensors.items()})
     modules = [engine.experts(config, (4, 128, 256), tensors, at).jitgemm for at in SPLITS[split]]
     for weight in (each.weight for module in modules for each in (module.w13, module.w2)):
         assert (weight.rotation, weight.format.code) == (128, "two_level")
@@ -614,53 +584,32 @@ def test_a_rank_has_its_part_of_rotated_experts_in_two_levels(tmp_path, engine, 
 @each_engine
 def test_rotated_layers_whose_blocks_ranks_cut_and_other_transforms_are_left_to_the_engine(monkeypatch, engine):
     """Whose own config says what it makes of them, if it has one; else the error says why."""
-    (group,) = ROTATED["transform_config"]["config_groups"].values()
+    rotated = CONFIGS["rotated"]
+    (group,) = rotated["transform_config"]["config_groups"].values()
     others = {"transform_config": {"config_groups": {"R4": group | {"head_dim": 64}}}}
     of_rank = "expected rows in multiples of 8 and columns of 128 on each rank, got 64 and 192"
     of_blocks = "transform R4 .hadamard. of blocks of 64 at the input; kernels rotate blocks of 128"
     engine.has_own(monkeypatch)
-    for config, k, size, reason in ((ROTATED, 384, 2, of_rank), (ROTATED | others, 256, 1, of_blocks)):
+    for config, k, size, reason in ((rotated, 384, 2, of_rank), (rotated | others, 256, 1, of_blocks)):
         with pytest.raises(ValueError, match=reason):
-            engine.row(engine.told(config, {"m.o_proj": rotated_layer(1, 64, k)[0]}), k, 64, {}, (0, size))
+            engine.row(engine.told(config, {"m.o_proj": stored(rotated, 64, k)[0]}), k, 64, {}, (0, size))
 
 
-# ---- FP8 per tensor as transformers writes it -------------------------------------------------------------------------
-
-FINEGRAINED = CONFIGS["fp8"] | {"weight_block_size": None}
-SPELT = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
-
-
-def spelt(tensors):
-    """Under transformers' names."""
-    return {SPELT[suffix]: tensor for suffix, tensor in tensors.items()}
-
-
-@pytest.mark.parametrize("engine, mapped", [(engine, mapped) for engine in ENGINES for mapped in (False, True)
-                                            if not mapped or engine.label == "vLLM"])  # fmt: skip
-@pytest.mark.parametrize("place", [(0, 1), *TWO])
-def test_fp8_per_tensor_is_loaded_by_transformers_names(engine, mapped, place):
-    """Some of vLLM's models map them to its own names, as Mistral3's."""
-    pairs = [stored(CONFIGS["fp8"], 64, 128, seed) for seed in (0, 1)]
-    config = engine.told(FINEGRAINED, dict.fromkeys(("m.gate_proj", "m.up_proj", "m.o_proj"), spelt(pairs[0][0])))
-    back = {new: old for old, new in SPELT.items()}
-    if mapped:
-        engine.rename(config, lambda name: re.sub(r"\w+$", lambda found: back.get(found[0], found[0]), name))
-    tensors = [found if mapped else spelt(found) for found, _ in pairs]
-    module = process(engine.gate_up(config, 128, 64, tensors, place))
-    assert torch.equal(dense_of(module), torch.cat([ranks_rows(dense, place) for _, dense in pairs]))
-    assert module.input_scale.tolist() == pytest.approx([0.02])
-    other = process(engine.row(config, 128, 64, tensors[0], place))
-    assert torch.equal(dense_of(other), pairs[0][1].chunk(place[1], 1)[place[0]])
+def test_fp8_per_tensor_is_loaded_by_names_that_vllms_models_map():
+    """From transformers' to vLLM's own, as Mistral3's."""
+    of_files, back = CONFIGS["fp8-names"], {new: old for old, new in SPELT.items()}
+    if ENGINES[0].label != "vLLM":
+        pytest.skip("vLLM's")
+    tensors, dense = stored(CONFIGS["fp8"], 64, 128)
+    config = ENGINES[0].told(of_files, {"m.o_proj": stored(of_files, 64, 128)[0]})
+    ENGINES[0].rename(config, lambda name: re.sub(r"\w+$", lambda found: back.get(found[0], found[0]), name))
+    assert torch.equal(dense_of(process(ENGINES[0].row(config, 128, 64, tensors))), dense)
 
 
 @each_engine
-def test_experts_in_fp8_per_tensor_are_loaded_by_transformers_names_but_none_that_are_stacked(engine):
-    tensors, dense = expert_tensors(CONFIGS["fp8"], 4, 64, 64)
-    tensors = {key: spelt(found) for key, found in tensors.items()}
-    config = engine.told(FINEGRAINED, {f"{EXPERTS}.{e}.{proj}": each for (e, proj), each in tensors.items()})
-    assert_held([engine.experts(config, (4, 64, 64), tensors).jitgemm], dense, "whole")
+def test_experts_in_fp8_per_tensor_by_transformers_names_that_are_stacked_are_an_error(engine):
     names = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
-    config = engine.told(FINEGRAINED, {EXPERTS: dict.fromkeys(names, "F32")})
+    config = engine.told(CONFIGS["fp8-names"], {EXPERTS: dict.fromkeys(names, "F32")})
     with pytest.raises(ValueError, match=f"{EXPERTS}.*: expected the scales of experts .* got gate_up_proj_s"):
         engine.experts(config, (4, 64, 64), packed=False)
 
@@ -736,7 +685,7 @@ def test_weights_that_the_engine_makes_up_are_packed_in_the_files_form(monkeypat
         # Of these data alone tell it.
         assert weight.group_size == expected.weight.group_size or name in ("torchao-tiles", "qserve-channel")
         assert weight.dequantize().isfinite().all() and weight.dequantize().any()
-    assert module.weight.format.code == expected.weight.format.code or name in OF_QSERVE
+    assert module.weight.format.code == expected.weight.format.code or name in (*OF_QSERVE, "rotated")
 
 
 @each_engine
@@ -750,7 +699,7 @@ def test_weights_that_the_engine_makes_up_without_headers_are_quantised_as_the_o
 
 # ---- files that lack a tensor ----------------------------------------------------------------------------------------
 
-MAY_LACK = {"weight_shape": CONFIGS, "g_idx": CONFIGS, "input_scale": (*PER_TENSOR, "modelopt-mxfp4", "modelopt-nvfp4"),
+MAY_LACK = {"weight_shape": CONFIGS, "g_idx": CONFIGS, "activation_scale": CONFIGS, "input_scale": (*PER_TENSOR, "modelopt-mxfp4", "modelopt-nvfp4"),
             "input_global_scale": CONFIGS, "zeros": ("executorch",)}  # fmt: skip
 """What a layer can be read without, and in which formats."""
 

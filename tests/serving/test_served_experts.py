@@ -26,7 +26,7 @@ from served_layers import (
 
 from jitgemm.activations.scheme import Gate
 
-OF_EXPERTS = [name for name in CONFIGS if name not in ("qserve-128", "qserve-channel")]
+OF_EXPERTS = [name for name in CONFIGS if name not in ("qserve-128", "qserve-channel", "rotated")]
 OF_ONE = [name for name in OF_EXPERTS if name != "torchao-tiles"]  # of which headers tell one expert from several
 WIDER = ("fp8-blocks", "torchao", "torchao-tiles")
 """Whose experts ranks cut into parts of 128 columns."""
@@ -112,7 +112,7 @@ def test_an_expert_that_no_file_holds_is_an_error(engine, case):
         engine.experts(CONFIGS[name], (3, 64, 64), tensors)
 
 
-MAY_LACK = ("weight_shape", "g_idx", "input_scale", "input_global_scale")
+MAY_LACK = ("weight_shape", "g_idx", "input_scale", "activation_scale", "input_global_scale")
 """What experts can be read without."""
 
 
