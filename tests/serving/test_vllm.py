@@ -80,7 +80,7 @@ def test_the_signatures_are_those_of_the_vllm_that_is_installed(monkeypatch):
 def test_layers_and_experts_work_with_the_signatures_of_older_versions(version):
     """A case of each thing that the plug-in does; the stand-in of this process has the newest version's."""
     files = [f"tests/serving/test_{name}.py" for name in ("served", "served_experts", "vllm")]
-    cases = "add_up and packed-int8 or heads and gptq or taken_over or sorted_by_expert and fp8 or an_adapter and 20-None-packed"
+    cases = "add_up and packed-int8 or ranks_hold and part7 or k_and_v and gptq or taken_over or sorted_by_expert and fp8 or an_adapter and 20-None-packed"
     call = ["-q", "-p", "no:cacheprovider", *files, "-k", f"({cases} or joined_layers_that) and not sglang"]
     code = f"import os, pytest; os.chdir({str(ROOT)!r}); assert pytest.main({call}) == 0"
     done = fresh_python(code, {"JITGEMM_TEST_VLLM": version})
