@@ -7,11 +7,16 @@ import checkpoints
 import layers
 import pytest
 import torch
-from files_bitblas import qweight
 
 from jitgemm.checkpoint.bitblas import FORMAT
 
 PLAIN = {"fast_decoding": False}
+
+
+def qweight(q: torch.Tensor, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    if order is None:
+        return checkpoints.words(q, 1, torch.int8)
+    return checkpoints.words(q, 1, torch.int32, order).view(torch.int8)
 
 
 def packed(layer: layers.Layer, zeros_mode: str, order: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:

@@ -1,8 +1,7 @@
-"""compressed-tensors: from the format's definition, and against the library itself where it is installed."""
+"""compressed-tensors: from the format's definition, and its presets and transforms against the library itself."""
 
 from __future__ import annotations
 
-import copy
 import re
 
 import builders
@@ -20,7 +19,7 @@ import jitgemm.nn
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.compressed_tensors_config import for_layer, written_config, written_group
 from jitgemm.checkpoint.load import load, read_layer
-from jitgemm.nn import PackedLinear, W8A8Linear, load_
+from jitgemm.nn import load_
 from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.weight.rotation import rotated, sylvester
 
@@ -201,17 +200,6 @@ def test_blocks_of_columns_that_are_rotated_together_stay_together():
         load(tensors, LAYER, device="cpu", config=settings, tp_dim="k", tp_rank=1, tp_size=8)
 
 
-def test_an_activation_order_and_a_rotation_are_dequantised():
-    parts = builders.weight_parts(13, 16, 256, 128)
-    g_idx = (torch.arange(256) % 2).int()
-    tensors = pack_quantized(parts) | {f"{LAYER}.weight_g_idx": g_idx}
-    expected = checkpoints.dequantized(parts.q, parts.scale, parts.zero, g_idx).float()
-    assert torch.allclose(
-        read_layer(tensors, LAYER, device="cpu", config=turned()).dequantize(), rotated(expected), atol=1e-6
-    )
-    assert "expected no matrix that kernels do not multiply" in refused(tensors, turned())
-
-
 LEVELS = written_config([written_group(["Linear"], 4, "int", scheme="two-level")], [])
 
 
@@ -380,36 +368,6 @@ def test_a_transform_at_run_time_of_a_layer_in_floats_is_named_too():
         load_(model, tensors, config=told)
 
 
-# --- static asymmetric activations ---
-
-
-def static_asymmetric():
-    inputs = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": False}
-    told = config(scheme("channel", num_bits=8, inputs=inputs), format="int-quantized")
-    tensors = {}
-    for name in NAMES:
-        tensors[f"{name}.weight"] = torch.randint(-128, 128, (16, 256), dtype=torch.int8)
-        tensors |= {f"{name}.weight_scale": torch.rand(16, 1) / 500, f"{name}.input_scale": torch.tensor([0.02])}
-        tensors[f"{name}.input_zero_point"] = torch.tensor([3], dtype=torch.int8)
-    return tensors, told
-
-
-def test_what_the_error_of_static_asymmetric_activations_says_works():
-    tensors, told = static_asymmetric()
-    model = model_and_tensors()[0]
-    with pytest.raises(ValueError, match="expected static scales to be symmetric.*; activation='int8' quantises per"):
-        load_(model, tensors, config=told)
-    assert all(type(layer) is torch.nn.Linear for layer in model.values())
-    report = load_(model, tensors, config=told, activation="int8")
-    assert report == [*NAMES]
-    assert set(report.ignored) == {f"{name}.input_{what}" for name in NAMES for what in ("scale", "zero_point")}
-    for name in NAMES:
-        layer = model[name]
-        exact = tensors[f"{name}.weight"].float() * tensors[f"{name}.weight_scale"]
-        assert torch.equal(layer.weight.dequantize(), exact)
-        assert layer.activation == "int8" and layer.input_scale is None
-
-
 # --- which group of settings a layer has ---
 
 
@@ -457,109 +415,3 @@ def test_presets_are_the_librarys(library):
             assert (ours is None) == (expected is None)
             keys = ("num_bits", "type", "strategy", "symmetric", "dynamic", "group_size", "block_structure")
             assert [(ours or {}).get(key) for key in keys] == [(expected or {}).get(key) for key in keys], name
-
-
-def quantized_model(library, weights: dict, inputs: dict | None, dtype: torch.dtype, n: int, k: int = 256):
-    """Three Linears with calibrated scales and zero points, not compressed yet."""
-    from compressed_tensors.quantization import (
-        QuantizationArgs,
-        QuantizationConfig,
-        QuantizationScheme,
-        apply_quantization_config,
-    )
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    torch.manual_seed(20)
-    model = torch.nn.Module()
-    model.mlp = torch.nn.Module()
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        setattr(model.mlp, name, torch.nn.Linear(k, n, bias=name == "up_proj", dtype=dtype))
-    made = QuantizationScheme(
-        targets=["Linear"],
-        weights=QuantizationArgs(**weights),
-        input_activations=QuantizationArgs(**inputs) if inputs else None,
-    )
-    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": made}))
-    blocks = {"channel": (1, k), "tensor": (n, k), "block": (128, 128), "group": (1, weights.get("group_size"))}
-    rows, columns = blocks[weights["strategy"]]
-    for linear in model.mlp.children():
-        parts = linear.weight.detach().view(n // rows, rows, k // columns, columns).transpose(1, 2).flatten(2)
-        scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), linear.quantization_scheme.weights)
-        linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
-        if hasattr(linear, "weight_zero_point"):
-            linear.weight_zero_point.data.copy_(zero.view_as(linear.weight_zero_point))
-        if hasattr(linear, "input_scale"):
-            linear.input_scale.data.fill_(0.0625)
-    return model
-
-
-GROUPS, CHANNEL, CODES, IN_BYTES = {"strategy": "group"}, {"strategy": "channel"}, "pack-quantized", "int-quantized"
-SCHEMES = [
-    (CODES, GROUPS | {"group_size": 32}, None), (CODES, GROUPS | {"group_size": 64, "symmetric": False}, None),
-    (CODES, GROUPS | {"group_size": 128, "symmetric": False, "actorder": "weight"}, None), (CODES, CHANNEL, None),
-    (CODES, CHANNEL | {"symmetric": False}, None), (CODES, {"strategy": "tensor"}, None),
-    (IN_BYTES, GROUPS | {"group_size": 128}, "int8"), (IN_BYTES, GROUPS | {"group_size": 32, "symmetric": False}, "e4m3"),
-    (IN_BYTES, CHANNEL, "static"), (CODES, GROUPS | {"group_size": 128}, "e4m3"),
-]  # fmt: skip
-EIGHT = [
-    *(("float-quantized", {"type": "float", "strategy": strategy} | more, inputs) for strategy, more, inputs in (
-        ("channel", {}, "e4m3"), ("tensor", {}, "static"), ("block", {"block_structure": [128, 128]}, "e4m3_block"))),
-    *(("int-quantized", {"type": "int", "strategy": strategy}, inputs) for strategy, inputs in (
-        ("channel", "int8_block"), ("channel", "int8"), ("tensor", "static int8"))),
-    ("pack-quantized", {"type": "int", "strategy": "channel"}, None),
-    ("mxfp8-quantized", {"type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}, None),
-]  # fmt: skip
-SCHEMES = [
-    (format, {"num_bits": 4, "type": "int", "symmetric": True} | weights, inputs) for format, weights, inputs in SCHEMES
-]
-SCHEMES = [(*scheme, dtype) for scheme in SCHEMES for dtype in (torch.bfloat16, torch.float32)]
-SCHEMES += [
-    (format, {"num_bits": 8, "symmetric": True} | weights, inputs, torch.float32) for format, weights, inputs in EIGHT
-]
-E8M0 = {"group_size": 32, "strategy": "group", "scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
-SCHEMES += [("mxfp4-pack-quantized", {"num_bits": 4, "type": "float"} | E8M0, None, torch.bfloat16)]
-TOKEN = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
-OF_TENSOR, OF_BLOCKS = (
-    TOKEN | {"strategy": "tensor", "dynamic": False},
-    TOKEN | {"strategy": "group", "group_size": 128},
-)
-INPUTS = {
-    None: None, "int8": TOKEN | {"type": "int"}, "e4m3": TOKEN | {"type": "float"}, "static": OF_TENSOR | {"type": "float"},
-    "static int8": OF_TENSOR | {"type": "int"}, "int8_block": OF_BLOCKS | {"type": "int"}, "e4m3_block": OF_BLOCKS | {"type": "float"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("format, weights, inputs, dtype", SCHEMES, ids=str)
-def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
-    library, tmp_path, format, weights, inputs, dtype
-):
-    """The library multiplies in the scale's dtype and rounds there; the same in fp32 must agree bit for bit."""
-    from compressed_tensors.compressors import BaseCompressor, ModelCompressor
-
-    eight = weights["num_bits"] == 8
-    model = quantized_model(library, weights, INPUTS[inputs], dtype, 128 if eight else 24)
-    compressor = ModelCompressor.from_pretrained_model(model, format)
-    compressor.compress_model(model)
-    folder = checkpoints.save(tmp_path, model.state_dict(), shards=2)
-    compressor.update_config(str(folder))
-
-    kernels = BaseCompressor.get_value_from_registry(format)
-    for name, linear in model.mlp.named_children():
-        state = {key: tensor.detach() for key, tensor in linear.state_dict().items()}
-        in_its_dtype = kernels.decompress(copy.deepcopy(state), linear.quantization_scheme)["weight"].to(dtype)
-        if "scale_dtype" not in weights:
-            state["weight_scale"] = state["weight_scale"].float()
-        in_fp32 = kernels.decompress(state, linear.quantization_scheme)["weight"].float()
-        weight = read_layer(folder, f"mlp.{name}", device="cpu")
-        assert weight.scale.dtype == dtype or "scale_dtype" in weights
-        assert builders.same_bits(weight.dequantize() + 0.0, in_fp32 + 0.0)  # 0 - 0 is +0 or -0 by the path taken
-        assert builders.same_bits(weight.dequantize().to(dtype) + 0.0, in_its_dtype + 0.0)
-        assert torch.equal(load(folder, f"mlp.{name}", device="cpu").dequantize(), in_fp32)
-        assert (weight.bias is None) == (name != "up_proj")
-        static = inputs is not None and "static" in inputs
-        assert (weight.input_scale is not None) == static
-        if eight:
-            layer = PackedLinear.from_checkpoint(folder, f"mlp.{name}", device="cpu")
-            kind = "int8" if weights["type"] == "int" else "e4m3"
-            assert type(layer) is W8A8Linear and (layer.input_scale is not None) == static
-            assert layer.activation == (kind if inputs is None or static else inputs)

@@ -195,21 +195,6 @@ def test_its_logits_are_close_to_those_of_its_weights_in_floats(published):
     assert 1e-3 < of_most(logits(loaded(folder, torch.float32)), logits(in_floats(folder, dense))) < 0.2
 
 
-def test_from_pretrained_gives_the_same_model(published, tmp_path):
-    _, folder, _ = published
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=hf.config(str(folder)), dtype=torch.bfloat16
-    )
-    expected = loaded(folder)
-    assert quantised_names(model) == quantised_names(expected) and same_state(model, expected)
-    assert torch.equal(logits(model), logits(expected))
-    model.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, config=hf.config(str(tmp_path)), dtype=torch.bfloat16
-    )
-    assert same_state(again, expected)
-
-
 def test_it_is_warmed_up(published):
     kind, folder, _ = published
     model = loaded(folder, torch.float32)

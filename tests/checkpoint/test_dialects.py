@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from jitgemm.checkpoint import Checkpoint, read_layer
 from jitgemm.checkpoint.reader import layer_header, read_header
-from jitgemm.nn import PackedLinear, load_
+from jitgemm.nn import PackedLinear
 from jitgemm.nn.load.layer_source import OF_BESIDE, LayerSource
 
 CASES = dialects.cases()
@@ -213,14 +213,20 @@ def test_the_activation_that_an_error_advises_is_one_that_loads(key, inputs):
 
 
 MX = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": True}
+OF_QUARK = {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "is_dynamic": True, "scale_format": "e8m0"}
+
+
+def of_quark(said: dict[str, Any]) -> dict[str, Any]:
+    return said | {"layer_quant_config": {"*": said["layer_quant_config"]["*.mlp.*"] | {"input_tensors": OF_QUARK}}}
+
+
+def of_compressed_tensors(said: dict[str, Any]) -> dict[str, Any]:
+    return said | {"config_groups": {"g": said["config_groups"]["group_0"] | {"input_activations": MX}}}
+
+
 OF_MX = {
-    "compressed-tensors": lambda said: said
-    | {"config_groups": {"g": said["config_groups"]["group_0"] | {"input_activations": MX}}},
-    "AutoRound": lambda said: said | {"act_bits": 8, "act_data_type": "mx_fp_rceil"},
-    "Quark": lambda said: said | {"layer_quant_config": {"*": said["layer_quant_config"]["*.mlp.*"] | {"input_tensors": {
-        "dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "is_dynamic": True, "scale_format": "e8m0"}}}},
-    "ModelOpt": lambda said: said,
-    "DeepSeek": lambda said: said,
+    "compressed-tensors": of_compressed_tensors, "AutoRound": lambda said: said | {"act_bits": 8, "act_data_type": "mx_fp_rceil"},
+    "Quark": of_quark, "ModelOpt": dict, "DeepSeek": dict,
 }  # fmt: skip
 """The tools' words for inputs in MXFP8, which ModelOpt's and SGLang's name of the weights means."""
 MX_CASES = [key for key in CASES if key[1] in OF_MX and key[2] == "" and key[0] in ("MXFP4", "MXFP8", "NVFP4")]
@@ -228,30 +234,23 @@ MX_CASES = [key for key in MX_CASES if key[1] != "ModelOpt" or key[0] == "MXFP8"
 
 
 @pytest.mark.parametrize("key", MX_CASES, ids=" ".join)
-def test_inputs_in_mxfp8_have_a_scale_for_128_k_and_one_warning_says_so(key):
-    case, two = CASES[key], ("a.mlp.up_proj", "b.mlp.up_proj")
-    source = {f"{layer}.{suffix}": tensor for layer in two for suffix, tensor in case.tensors.items()}
-    config = OF_MX[key[1]](case.config)
-    found = {}
-    for wanted in (None, "e4m3"):
-        model = torch.nn.ModuleDict(
-            {name: torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({
-                "up_proj": torch.nn.Linear(dialects.K, dialects.N, bias=False)})}) for name in "ab"}
-        )  # fmt: skip
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            assert load_(model, source, config=config, activation=wanted) == list(two)
-        found[wanted] = [str(each.message) for each in said]
-        for layer in map(model.get_submodule, two):
-            assert layer.activation == (wanted or "e4m3_block") and layer.input_scale is None
-            assert torch.equal(layer.weight.dequantize().double(), case.weight.float().double())
-            x = torch.randn(3, dialects.K, dtype=torch.bfloat16)
-            expected = x.double() @ case.weight.T
-            assert (layer(x).double() - expected).norm() < 0.05 * expected.norm()
-    assert not found["e4m3"] and len(found[None]) == 1
-    assert re.match(
-        "the checkpoint's MXFP8 inputs are .* each token and 128 k, e4m3_block; activation=", found[None][0]
+def test_inputs_in_mxfp8_have_a_scale_for_128_k_and_a_warning_says_so(key):
+    case = CASES[key]
+    load = partial(
+        PackedLinear.from_checkpoint, case.source, dialects.LAYER, config=OF_MX[key[1]](case.config), device="cpu"
     )
+    with pytest.warns(
+        UserWarning, match="the checkpoint's MXFP8 inputs are .* each token and 128 k, e4m3_block; activ"
+    ):
+        layers = [load()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layers.append(load(activation="e4m3"))
+    assert [layer.activation for layer in layers] == ["e4m3_block", "e4m3"]
+    for layer in layers:
+        assert layer.input_scale is None and torch.equal(
+            layer.weight.dequantize().double(), case.weight.float().double()
+        )
 
 
 def test_what_other_errors_advise_works():

@@ -6,7 +6,7 @@ import builders
 import layers
 import pytest
 import torch
-from files_executorch import high_first
+from files_torchao import high_first
 
 from jitgemm.checkpoint.executorch import FORMAT
 

@@ -52,14 +52,10 @@ def test_zero_points_of_8_bits_are_dequantised(tmp_path, format, strategy):
     exact = (q.int() - by_row[1].int()).float() * by_row[0]
     tensors = {"weight": q, "weight_scale": scale, "weight_zero_point": zero}
     if format == "pack-quantized":
-        places = torch.tensor([0, 8, 16, 24])
-        words = ((q.long() + 128).view(n, k // 4, 4) << places).sum(2).to(torch.int32)
-        tensors = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([n, k])}
-        if strategy == "tensor":
-            tensors["weight_zero_point"] = zero
-        else:
-            tensors["weight_zero_point"] = ((zero.long() + 128).view(n // 4, 4, groups) << places[:, None]).sum(1)
-            tensors["weight_zero_point"] = tensors["weight_zero_point"].to(torch.int32)
+        tensors = {"weight_packed": checkpoints.words(q.long() + 128, 1, bits=8), "weight_scale": scale}
+        tensors |= {"weight_shape": torch.tensor([n, k]), "weight_zero_point": zero}
+        if strategy != "tensor":
+            tensors["weight_zero_point"] = checkpoints.words(zero.long() + 128, 0, bits=8)
     told = scheme("int", strategy, format, symmetric=False, **({"group_size": 128} if strategy == "group" else {}))
     folder = checkpoints.save(tmp_path, {f"layer.{name}": tensor for name, tensor in tensors.items()}, told)
     assert torch.equal(read_layer(folder, "layer", device="cpu").dequantize(), exact)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import builders
 import checkpoints
-import files_autoround
 import files_awq
 import files_gptq
 import layers
@@ -45,12 +44,9 @@ def test_words_in_any_order_and_direction_unpack_to_what_the_definition_packed(s
     assert torch.equal(unpack_nibbles(checkpoints.words(values, dim, dtype, order), dim, order=order), values)
 
 
-def test_strided_words_unpack():
+def test_strided_words_unpack_and_no_words_to_no_values():
     packed = torch.tensor([[0x76543210, 0], [0x0FEDCBA9, 0]], dtype=torch.int32)[:, :1].expand(2, 3)
     assert unpack_nibbles(packed, 0)[:8, 2].tolist() == list(range(8))
-
-
-def test_no_words_unpack_to_no_values():
     for order in (None, AWQ_ORDER):
         assert unpack_nibbles(torch.empty((0, 3), dtype=torch.int32), 1, order=order).shape == (0, 24)
         assert unpack_nibbles(torch.empty((3, 0), dtype=torch.int32), 1, order=order).shape == (3, 0)
@@ -343,7 +339,7 @@ def _read(name: str, **said):
     return read_layer(_tensors(name), layers.PREFIX, device="cpu", config=SAMPLES[name] | said)
 
 
-SAMPLES = {"GPTQ": files_gptq.V1, "AWQ": files_awq.GEMM, "AutoRound": files_autoround.CONFIG}
+SAMPLES = {"GPTQ": files_gptq.V1, "AWQ": files_awq.GEMM, "AutoRound": files_gptq.AUTOROUND}
 """Rows of the table that are tested, and a config of each."""
 SAMPLE = layers.layer(0, zeros=(1, 15))
 

@@ -9,9 +9,8 @@ import files_awq
 import layers
 import pytest
 import torch
-from files_autoround import CONFIG as ROUND
 from files_awq import GEMM, GEMV
-from files_gptq import V1, V2, packed
+from files_gptq import AUTOROUND, V1, V2, packed
 
 import jitgemm.nn
 from jitgemm.checkpoint import read_layer
@@ -77,7 +76,7 @@ OLD, EIGHT, UP = {"quant_method": "intel/auto-round"}, {"bits": 8, "sym": True},
 ONE, MIDDLE, BYTES = {"group_size": 256}, (8, 8), (128, 128)
 OF_32 = {r".*\.down_proj": {"bits": 8}, r"+:.*\.up_proj": {"group_size": 32}}
 READ = [
-    *((ROUND | said, gptq(v1)) for said, v1 in (
+    *((AUTOROUND | said, gptq(v1)) for said, v1 in (
         ({}, True), ({"packing_format": "auto_round:auto_gptq", "backend": "ark"}, True),
         ({"packing_format": "auto_round"}, False), ({"packing_format": "auto_round:gptqmodel"}, False),
         *((OLD | {"backend": backend}, True) for backend in (
@@ -89,9 +88,9 @@ READ = [
             layers.PREFIX, r"model\.layers\..*up_proj", r"\.up_proj")),
         *(({"extra_config": {other: {"bits": 8}}}, True) for other in ("layers.0.mlp.up", "model.layers.0.mlp")),
     )),
-    *((ROUND | said, gptq(True, 8, BYTES)) for said in (EIGHT, {"sym": True, "extra_config": UP})),
-    (ROUND | {"packing_format": "auto_round", "sym": True}, gptq(zeros=MIDDLE)),
-    *((ROUND | {"packing_format": f"auto_round:{awqs}", "sym": True}, awq(zeros=MIDDLE)) for awqs in (
+    *((AUTOROUND | said, gptq(True, 8, BYTES)) for said in (EIGHT, {"sym": True, "extra_config": UP})),
+    (AUTOROUND | {"packing_format": "auto_round", "sym": True}, gptq(zeros=MIDDLE)),
+    *((AUTOROUND | {"packing_format": f"auto_round:{awqs}", "sym": True}, awq(zeros=MIDDLE)) for awqs in (
         "auto_awq", "awq", "auto_awq:gemm")),
     ({"bits": 4, "group_size": 64}, gptq(True)),
     (V2 | {"group_size": -1}, gptq(**ONE)),
@@ -190,7 +189,7 @@ def test_fp8_layers_are_read(said, shape, activation):
     tensors = {"weight": q, "weight_scale_inv" if len(shape) == 2 else "weight_scale": scale}
     tensors |= {"input_scale": torch.tensor([0.5], dtype=torch.bfloat16)} if static else {}
     source = {f"{layers.PREFIX}.{name}": tensor for name, tensor in tensors.items()}
-    layer = PackedLinear.from_checkpoint(source, layers.PREFIX, config=ROUND | said, device="cpu")
+    layer = PackedLinear.from_checkpoint(source, layers.PREFIX, config=AUTOROUND | said, device="cpu")
     assert torch.equal(layer.weight.dequantize(), q.float() * by_row)
     assert layer.activation == activation and (layer.input_scale is not None) == static
 
@@ -210,7 +209,7 @@ OF_GPTQ = [
     (V2 | {"dynamic": {r"-:.*\.up_proj": {}}}, r"dynamic: expected .* to be quantised"),
     (V2 | {"dynamic": {"-:(": {}}}, r"dynamic: expected a regular expression, got '\('"),
     (V2 | {"dynamic": ["up_proj"]}, r"dynamic: expected settings by expressions, got \['up_proj'\]"),
-    *((ROUND | said, message) for said, message in (
+    *((AUTOROUND | said, message) for said, message in (
         ({"packing_format": "auto_round:llm_compressor"}, "packing_format: expected auto_round with auto, auto_gptq"),
         ({"packing_format": "auto_round:gptq:marlin"}, "packing_format: expected auto_round with .* got .*marlin'"),
         ({"data_type": "mx_int"}, "data_type: expected int, or .*, got 'mx_int'"),

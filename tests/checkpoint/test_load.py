@@ -37,8 +37,14 @@ def expected(*layers: str) -> torch.Tensor:
 
 
 def tensors(*layers: str, bias=()):
-    """A model's tensors: the layers, and others that no one should touch."""
-    found = {"model.embed_tokens.weight": torch.ones((16, 16)), "model.layers.0.input_layernorm.weight": torch.ones(16)}
+    """A model's tensors: the layers, and others that no one should touch, some of names that begin alike."""
+    others = [
+        "model.embed_tokens",
+        "model.layers.0.input_layernorm",
+        f"{name('q_proj')}_extra",
+        f"{name('q_proj')}.lora",
+    ]
+    found = {f"{other}.weight": torch.ones(16, 16) for other in others}
     for layer in layers or NAMES:
         found[name(layer) + ".weight"] = checkpoints.words(parts(layer).q, 1, torch.int8)
         found[name(layer) + ".weight_scale_inv"] = parts(layer).scale
@@ -71,15 +77,6 @@ def test_an_open_checkpoint_serves_many_layers(tmp_path):
     assert all(holds(checkpoint, layer) for layer in NAMES)
     with pytest.raises(ValueError, match="config: expected None with an open Checkpoint"):
         load(checkpoint, name("q_proj"), config=CONFIG)
-
-
-def test_a_name_that_starts_like_another_is_not_that_layer():
-    twins = tensors("q_proj") | {
-        name("q_proj") + "_extra.weight": torch.ones(3),
-        name("q_proj") + ".lora.weight": torch.ones(3),
-    }
-    assert set(Checkpoint(twins).layer(name("q_proj"))) == {"weight", "weight_scale_inv"}
-    assert holds(twins, "q_proj")
 
 
 # --- laziness ---
@@ -164,18 +161,15 @@ def test_a_format_can_be_named():
 def test_several_layers_become_one_in_the_order_of_their_names(tmp_path):
     folder = checkpoints.save(tmp_path, tensors(bias=["q_proj", "v_proj"]), CONFIG, shards=2)
     assert holds(folder, "q_proj", "k_proj", "v_proj")
-    joined = read_layer(folder, [name(layer) for layer in NAMES[:3]], device="cpu")
+    prefixes = [name(layer) for layer in NAMES[:3]]
+    joined = read_layer(folder, prefixes, device="cpu")
     biases = [read_layer(folder, name(layer), device="cpu").bias for layer in ("q_proj", "v_proj")]
     assert torch.equal(joined.bias, torch.cat([biases[0], torch.zeros(32).bfloat16(), biases[1]]))
-
-
-@pytest.mark.parametrize("dim, world", [("n", 2), ("n", 4), ("k", 2)])
-def test_joined_layers_are_cut_each_by_itself(dim, world):
-    prefixes, along = [name(layer) for layer in NAMES[:3]], "nk".index(dim)
-    for rank in range(world):
-        weight = load(tensors(), prefixes, device="cpu", tp_dim=dim, tp_rank=rank, tp_size=world)
-        parts = [expected(layer).chunk(world, along)[rank] for layer in NAMES[:3]]
-        assert torch.equal(weight.dequantize(), torch.cat(parts))
+    for dim, world in (("n", 2), ("n", 4), ("k", 2)):  # each is cut by itself
+        for rank in range(world):
+            weight = load(folder, prefixes, device="cpu", tp_dim=dim, tp_rank=rank, tp_size=world)
+            parts = [expected(layer).chunk(world, "nk".index(dim))[rank] for layer in NAMES[:3]]
+            assert torch.equal(weight.dequantize(), torch.cat(parts))
 
 
 @pytest.mark.gpu
@@ -184,12 +178,6 @@ def test_the_gpu_is_the_default_device_and_packs_the_same_bytes(tmp_path):
     weight = load(folder, name("o_proj"))
     assert weight.device.type == "cuda"
     assert builders.same_bits(weight.blocks.cpu(), load(folder, name("o_proj"), device="cpu").blocks)
-
-
-def test_without_a_gpu_the_default_device_is_the_cpu():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert load(tensors(), name("q_proj")).device.type == "cpu"
 
 
 # --- errors ---
@@ -224,9 +212,10 @@ def test_input_scales_that_are_not_positive_are_refused(value):
         load(source, name("q_proj"), device="cpu")
 
 
-def test_a_device_that_is_not_there_is_named():
+def test_without_a_gpu_the_default_device_is_the_cpu_and_another_is_named():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    assert load(tensors(), name("q_proj")).device.type == "cpu"
     with pytest.raises(ValueError, match="device: expected one that is here, got cuda, and PyTorch finds no GPU"):
         load(tensors(), name("q_proj"), device="cuda")
 

@@ -88,24 +88,6 @@ def test_zero_points_that_are_all_8_and_rows_of_zeros_are_two_levels_too():
     )
 
 
-@pytest.mark.parametrize("dim", ["n", "k"])
-def test_ranks_get_two_levels(dim):
-    tensors, by_kernel = per_group(8, k=512)
-    weight = layers.read(FORMAT, tensors, None)
-    parts = [weight.shard(dim, rank, 2).pack(torch.int8) for rank in range(2)]
-    assert all(part.format.code == "two_level" for part in parts)
-    joined = torch.cat([part.dequantize() for part in parts], "nk".index(dim))
-    assert torch.equal(joined.double(), exact(tensors, by_kernel))
-
-
-@pytest.mark.filterwarnings("ignore:tp_size")
-def test_ranks_that_cut_through_groups_get_zero_points():
-    tensors, by_kernel = per_group(9, k=768, group_size=256)
-    parts = [layers.read(FORMAT, tensors, None).shard("k", rank, 4).pack(torch.int8) for rank in range(4)]
-    assert {part.group_size for part in parts} == {64}
-    assert torch.equal(torch.cat([part.dequantize() for part in parts], 1).double(), exact(tensors, by_kernel))
-
-
 def test_joined_layers_keep_their_levels():
     found = [per_group(seed) for seed in (10, 11)]
     joined = concat([layers.read(FORMAT, tensors, None) for tensors, _ in found]).pack(torch.int8)

@@ -8,9 +8,8 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-from functools import partialmethod
+from functools import partial, partialmethod
 from itertools import groupby
 from pathlib import Path
 
@@ -20,19 +19,7 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from cli_results import Result
 from disks import disk_of
-from model_folders import (
-    LAYERS,
-    MOE,
-    PROJECTIONS,
-    SIZES,
-    emptied,
-    folder_of,
-    logits,
-    model_of,
-    quantised,
-    short_texts,
-    transformers,
-)
+from model_folders import LAYERS, MOE, SIZES, emptied, folder_of, logits, model_of, quantised, short_texts, transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import quantised_names, same_state
@@ -42,10 +29,7 @@ import jitgemm.nn
 from jitgemm.nn.quantize import evaluate
 from jitgemm.nn.quantize.evaluate import compared, help_texts, log_probabilities, texts_of, windows_of
 from jitgemm.nn.recipe import Recipe
-from jitgemm.nn.save import (
-    export,
-    model_folder,  # noqa: F401 - a test changes it by name
-)
+from jitgemm.nn.save import export, model_folder
 from jitgemm.nn.save.resume import ResumableFolder
 from jitgemm.nn.warm.ahead import models_ahead
 
@@ -149,34 +133,32 @@ def test_all_that_is_not_quantised_is_the_sources_byte_for_byte(llama, written):
     assert index["metadata"]["total_size"] == total
 
 
-def test_the_same_command_writes_the_same_bytes(run, llama, written, tmp_path):
-    assert run(llama, tmp_path / "out", *FEW).code == 0
-    assert contents(tmp_path / "out") == contents(written)
-
-
-@pytest.mark.parametrize(
-    "scheme, activation, code, options",
-    [
-        ("two-level", "int8", "two_level", ("--data", "none")),
-        ("mxfp4", "e4m3", "e2m1", ("--data", "none")),
-        ("mxfp4", "e4m3", "e2m1", (*FEW, "--keep-8bit", "0.003")),
-    ],
-)
+@pytest.mark.parametrize("scheme, activation, code, options", [
+    ("two-level", "int8", "two_level", ("--data", "none")), ("mxfp4", "e4m3", "e2m1", ("--data", "none")),
+    ("mxfp4", "e4m3", "e2m1", (*FEW, "--keep-8bit", "0.003")),
+    ("int4", "int8", "int4", (*FEW, "--keep-8bit", "0.004", "--activation", "int8")),
+])  # fmt: skip
 def test_a_scheme_is_written_as_its_engines_read_it(run, llama, tmp_path, scheme, activation, code, options):
-    out = tmp_path / "out"
+    out, limit = tmp_path / "out", float(options[3]) if "--keep-8bit" in options else None
     facts = run(llama, out, *options, "--scheme", scheme, "--json").json
     assert (facts["scheme"], facts["activation"]) == (scheme, activation)
     eight = {each["name"] for each in facts["layers"] if each["bits"] == 8}
     assert bool(eight) == ("--keep-8bit" in options) and len(eight) < len(LAYERS)
     loaded = emptied(out)
     assert list(jitgemm.nn.load_(loaded, out)) == LAYERS
-    said = {"scheme": scheme, "activation": activation, "group_size": None, "positive_scales": None}
-    expected = quantised(llama, 2 if eight else None, keep_8bit=0.003 if eight else None, **said)
+    said = {"scheme": scheme, "activation": activation}
+    said |= {} if scheme == "int4" else {"group_size": None, "positive_scales": None}
+    expected = quantised(llama, 2 if eight else None, keep_8bit=limit, **said)
     for name in LAYERS:
         weights = [model.get_submodule(name).weight for model in (loaded, expected)]
-        assert weights[0].format.code == weights[1].format.code == ("e4m3" if name in eight else code)
+        of_8 = "int8" if activation == "int8" else "e4m3"
+        assert weights[0].format.code == weights[1].format.code == (of_8 if name in eight else code)
         assert torch.equal(*(weight.dequantize() for weight in weights))
     assert torch.equal(logits(loaded), logits(expected))
+    if eight:  # as vLLM's first match counts
+        config = json.loads((out / "config.json").read_text())["quantization_config"]
+        first, second = config["config_groups"].values()
+        assert set(first["targets"]) == eight and "Linear" not in second["targets"]
 
 
 WIDE = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -194,8 +176,7 @@ WIDE = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers
     ids=["two levels", "two levels and 8 bits", "groups", "mxfp4"],
 )
 def test_rotated_layers_are_written_as_compressed_tensors_says_them(run, tmp_path, options, said):
-    """jitgemm reads them as `quantize_` makes them. transformers reads the rotated weights and no transform: with the
-    config's, by their own library, results are ours."""
+    """jitgemm and transformers with its config read them as `quantize_` makes them."""
     hf, source, out = pytest.importorskip("jitgemm.hf"), tmp_path / "source", tmp_path / "out"
     folder_of(source, model_of("Llama", **WIDE))
     assert run(source, out, "--rotation", 128, *options).code == 0
@@ -218,21 +199,6 @@ def test_rotated_layers_are_written_as_compressed_tensors_says_them(run, tmp_pat
     assert torch.equal(logits(loaded), logits(expected))
     by_hf = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", config=hf.config(out))
     assert torch.equal(logits(by_hf), logits(loaded))
-    transform = pytest.importorskip("compressed_tensors.transform")
-    dequantised = transformers.CompressedTensorsConfig(dequantize=True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.float32, quantization_config=dequantised
-    )
-    for name in layers:
-        weights = [theirs.get_submodule(name).weight, loaded.get_submodule(name).weight.dequantize()]
-        if said["positive_scales"] is None:  # of others products are rounded to bf16, as scales are
-            assert torch.equal(*weights), name
-        assert torch.equal(*(weight.to(torch.bfloat16) for weight in weights)), name
-    ours, lost = logits(loaded).float(), []
-    for _ in range(2):
-        lost.append(float((logits(theirs) - ours).norm() / ours.norm()))
-        transform.apply_transform_config(theirs, transform.TransformConfig(**config["transform_config"]))
-    assert lost[0] > 1 and lost[1] < 0.1
 
 
 def test_layers_that_qserve_s_tiles_do_not_hold_stay():
@@ -245,41 +211,7 @@ def test_layers_that_qserve_s_tiles_do_not_hold_stay():
     assert "columns in multiples of 128, or of 32 up to there" in reasons["model.layers.0.mlp.down_proj"]
 
 
-def eight_in_order(names: list[str]) -> list[str]:
-    """As the files have them."""
-    return sorted(names, key=lambda name: (name.split(".")[2], PROJECTIONS.index(name.split(".", 3)[3])))
-
-
-@pytest.mark.parametrize("activation, code", [("e4m3", "e4m3"), ("int8", "int8")])
-def test_layers_that_lose_much_stay_in_8_bits_with_their_siblings(run, llama, tmp_path, activation, code):
-    out = tmp_path / "out"
-    facts = run(llama, out, *FEW, "--activation", activation, "--json").json
-    errors = {layer["name"]: layer["error"] for layer in facts["layers"]}
-    limit = errors["model.layers.1.mlp.up_proj"] * 0.999
-    shutil.rmtree(out)
-    facts = run(llama, out, *FEW, "--activation", activation, "--keep-8bit", limit, "--json").json
-    eight = [layer["name"] for layer in facts["layers"] if layer["bits"] == 8]
-    assert {"model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj"} <= set(eight)
-    loaded = emptied(out)
-    jitgemm.nn.load_(loaded, out)
-    expected = quantised(llama, activation=activation, keep_8bit=limit)
-    assert same_state(loaded, expected)
-    for name in LAYERS:
-        layer = loaded.get_submodule(name)
-        assert (layer.weight.bits, layer.activation) == (8 if name in eight else 4, activation)
-        assert layer.weight.format.code == (code if name in eight else "int4")
-    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
-    first, second = groups.values()
-    assert (
-        first["targets"] == eight_in_order(eight) and "Linear" not in second["targets"]
-    )  # as vLLM's first match counts
-
-
-MIXTURES = {
-    "Qwen3Moe": MOE | {"head_dim": 16},
-    "Mixtral": MOE,
-    "GptOss": MOE | {"head_dim": 16, "intermediate_size": 64},
-}
+MIXTURES = {"Qwen3Moe": MOE | {"head_dim": 16}, "GptOss": MOE | {"head_dim": 16, "intermediate_size": 64}}
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -303,27 +235,18 @@ def test_experts_are_written_under_a_name_for_each(run, tmp_path, kind):
     assert any(name.endswith(("gate", "router")) for name in ignored)
 
 
-def converted(monkeypatch, *rules) -> None:
-    """transformers makes the model's tensors of those of files by these rules: (names there, names here, operation)."""
-    if int(transformers.__version__.partition(".")[0]) < 5:
-        pytest.skip("transformers 4 joins and cuts none")
-    from transformers import conversion_mapping, modeling_utils
-    from transformers import core_model_loading as loading
-
-    made = [
-        loading.WeightConverter(there, here, operations=[getattr(loading, name)(dim=0)]) for there, here, name in rules
-    ]
-    for module in (conversion_mapping, modeling_utils):
-        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda *_, **__: made)
-
-
-GATE_UP, Q_K_V = (["gate_proj.weight", "up_proj.weight"], [f"{name}_proj.weight" for name in "qkv"])
-
-
 def test_weights_that_the_model_joins_are_written_apart(run, own_llama, tmp_path, monkeypatch):
-    """The files have q, k and v, Phi-3 has them in one Linear."""
-    whole = ["gate_up_proj.weight"], ["qkv_proj.weight"]
-    converted(monkeypatch, (GATE_UP, whole[0], "Concatenate"), (Q_K_V, whole[1], "Concatenate"))
+    """The files have q, k and v, Phi-3 has them in one Linear: so this transformers is told."""
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("transformers 4 joins none")
+    from transformers import conversion_mapping, modeling_utils
+    from transformers.core_model_loading import Concatenate, WeightConverter
+
+    parts = {"gate_up_proj": ("gate", "up"), "qkv_proj": "qkv"}
+    rules = [WeightConverter([f"{each}_proj.weight" for each in of], [f"{whole}.weight"], operations=[Concatenate(dim=0)])
+             for whole, of in parts.items()]  # fmt: skip
+    for module in (conversion_mapping, modeling_utils):
+        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda *_, **__: rules)
     transformers.Phi3Config(**SIZES, pad_token_id=0, dtype=torch.bfloat16).save_pretrained(own_llama)
     done = run(own_llama, tmp_path / "out", *FEW, "--json")
     assert done.code == 0, done.stderr
@@ -336,35 +259,13 @@ def test_weights_that_the_model_joins_are_written_apart(run, own_llama, tmp_path
     assert {f"{layer}.weight_packed" for layer in LAYERS} <= written
 
 
-def test_weights_that_the_model_cuts_are_written_joined(run, tmp_path, monkeypatch):
-    source, joined = model_of("Llama", **SIZES), {}
-    folder = folder_of(tmp_path / "model", source, shard="1GB")
-    tensors = load_file(folder / "model.safetensors")
-    for number in (0, 1):
-        start = f"model.layers.{number}.mlp"
-        joined[f"{start}.gate_up_proj.weight"] = torch.cat([tensors.pop(f"{start}.{name}") for name in GATE_UP])
-    save_file(tensors | joined, folder / "model.safetensors", {"format": "pt"})
-    converted(monkeypatch, (["gate_up_proj.weight"], GATE_UP, "Chunk"))
-    done = run(folder, tmp_path / "out", *FEW)
-    assert done.code == 0, done.stderr
-    loaded = emptied(tmp_path / "out")
-    assert list(jitgemm.nn.load_(loaded, tmp_path / "out")) == LAYERS
-    assert torch.equal(logits(loaded), logits(quantised(folder)))
-    assert not list((tmp_path / "out").glob("*index*"))  # of one file
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written["model.layers.1.mlp.gate_up_proj.weight_shape"].tolist() == [192, 64]
-
-
 def test_of_a_model_that_sees_images_the_text_decoder_is_quantised(run, tmp_path):
     if int(transformers.__version__.partition(".")[0]) < 5:
         pytest.skip("transformers 4 renames its tensors by rules that are not read here")
     sees = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sees |= {"image_size": 28, "patch_size": 14}
     text = WIDE | {"head_dim": 16}  # of 64 columns: o_proj is not rotated
-    sizes = {
-        "text_config": text,
-        "vision_config": sees | {"image_size": 28, "patch_size": 14},
-        "mm_tokens_per_image": 4,
-    }
+    sizes = {"text_config": text, "vision_config": sees, "mm_tokens_per_image": 4}
     folder = folder_of(tmp_path / "model", model_of("Gemma3", **sizes))
     done = run(folder, tmp_path / "out", *FEW, "--json")
     assert done.code == 0, done.stderr
@@ -412,29 +313,21 @@ def test_shards_in_folders_of_one_name_are_written_side_by_side(run, own_llama, 
     loaded, expected = ({n: t for path in each.glob("*.safetensors") for n, t in load_file(path).items()}
                         for each in (out, written))  # fmt: skip
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
-    jitgemm.nn.load_(emptied(out), out)
-    folder_named = own_llama / "part0" / "model.safetensors"
-    folder_named.unlink()
+    (own_llama / "part0" / "model.safetensors").unlink()
     ended(run(own_llama, tmp_path / "none"), 3, "found no part0/model.safetensors", tmp_path / "none")
-
-
-def test_the_report_has_sizes_errors_and_what_became_of_the_predictions(run, llama, tmp_path):
-    facts = run(llama, tmp_path / "out", *FEW, "--json").json
-    errors = [layer["error"] for layer in facts["layers"]]
-    assert {layer["name"] for layer in facts["layers"]} == set(LAYERS)
-    assert errors == sorted(errors, reverse=True) and 0 < errors[-1] and errors[0] < 0.2
-    tensors = {name: each for file in llama.glob("*.safetensors") for name, each in load_file(file).items()}
-    assert facts["bytes_before"] == sum(tensor.nbytes for tensor in tensors.values())
-    assert facts["bytes_after"] < 0.6 * facts["bytes_before"] and facts["tokens"] == 512
-    found = facts["evaluation"]
-    assert found["before"]["kl"] == 0 and found["before"]["same"] == 1 and found["tokens"] == 8 * 255
-    assert found["after"]["kl"] > 0 and found["after"]["same"] < 1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_is_evaluated_is_the_model_that_load_makes(run, llama, tmp_path, device):
     """By the kernels on a GPU, whose results are the same bits in every run."""
     facts = run(llama, tmp_path / "out", *FEW, "--device", device, "--json").json
+    errors = [layer["error"] for layer in facts["layers"]]
+    assert {layer["name"] for layer in facts["layers"]} == set(LAYERS) and facts["tokens"] == 512
+    assert errors == sorted(errors, reverse=True) and 0 < errors[-1] and errors[0] < 0.2
+    tensors = {name: each for file in llama.glob("*.safetensors") for name, each in load_file(file).items()}
+    assert facts["bytes_before"] == sum(tensor.nbytes for tensor in tensors.values()) > facts["bytes_after"] / 0.6
+    before = facts["evaluation"]["before"]
+    assert (before["kl"], before["same"], facts["evaluation"]["tokens"]) == (0, 1, 8 * 255)
     loaded = emptied(tmp_path / "out")
     jitgemm.nn.load_(loaded, tmp_path / "out", device=device)
     ids = windows_of(byte_tokenizer(), help_texts()[0], 8).to(device)
@@ -541,45 +434,37 @@ def test_without_calibration_weights_alone_decide_and_no_tokenizer_is_needed(run
 # ---- interruptions ---------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(run, llama, written, tmp_path, monkeypatch):
-    out, keep, kept = tmp_path / "out", ResumableFolder.save_stage, []
-
-    def keep_and_interrupt(self, layers, report):
-        keep(self, layers, report)
-        kept.append(list(layers))
-        os.kill(os.getpid(), signal.SIGINT)
-
+def interrupted(monkeypatch, run, *argv: object) -> Result:
+    """The command, with Ctrl-C behind the first stage that is kept."""
+    keep = ResumableFolder.save_stage
     with monkeypatch.context() as patch:
-        patch.setattr(ResumableFolder, "save_stage", keep_and_interrupt)
-        done = run(llama, out, *FEW)
-    assert (
-        done.code == 130
-        and len(kept) == 1
-        and f"interrupted: {len(kept[0])} layers are kept in {out}; the same" in done.stderr
-    )
-    assert not (out / "config.json").exists()
+        patch.setattr(ResumableFolder, "save_stage", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
+        return run(*argv)
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(run, llama, written, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    done = interrupted(monkeypatch, run, llama, out, *FEW)
+    (count,) = re.findall(rf"interrupted: (\d+) layers are kept in {out}; the same", done.stderr)
+    assert done.code == 130 and 0 < int(count) < len(LAYERS) and not (out / "config.json").exists()
+    other = run(llama, out, *FEW, "--activation", "int8")
+    said = "other settings: --activation e4m3 (now int8); give the same to go on, or --restart"
+    assert other.code == 2 and said in other.stderr
     again = run(llama, out, *FEW, "--json")
-    assert again.code == 0 and f"going on with {len(kept[0])} layers" in again.stderr
+    assert again.code == 0 and f"going on with {count} layers" in again.stderr
     assert contents(out) == contents(written)
     assert {layer["name"] for layer in again.json["layers"]} == set(LAYERS)  # with the errors that were kept
 
 
 def test_an_interruption_while_evaluating_leaves_a_complete_folder(run, llama, written, tmp_path, monkeypatch):
-    def interrupted(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError("not reached")
-
-    monkeypatch.setattr("jitgemm.nn.quantize.evaluate.compared", interrupted)
+    monkeypatch.setattr("jitgemm.nn.quantize.evaluate.compared", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     done = run(llama, tmp_path / "out", *FEW)
     assert done.code == 130 and f"interrupted: {tmp_path / 'out'} is complete, but not evaluated" in done.stderr
     assert contents(tmp_path / "out") == contents(written)
 
 
 def test_a_damaged_file_of_an_interrupted_run_is_named(run, llama, tmp_path, monkeypatch):
-    keep = ResumableFolder.save_stage
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableFolder, "save_stage", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
-        run(llama, tmp_path / "out", *FEW)
+    interrupted(monkeypatch, run, llama, tmp_path / "out", *FEW)
     (file,) = (tmp_path / "out" / ".jitgemm-quantize").glob("*.safetensors")
     with safe_open(file, "pt") as opened:
         about = json.loads(opened.metadata()["about"])
@@ -613,20 +498,6 @@ def test_a_full_disk_names_the_file_and_the_same_command_goes_on(run, llama, wri
     assert contents(out) == contents(written)
 
 
-def test_other_settings_do_not_go_on_unless_asked(run, llama, written, tmp_path, monkeypatch):
-    out, keep = tmp_path / "out", ResumableFolder.save_stage
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableFolder, "save_stage", lambda *args: (keep(*args), os.kill(os.getpid(), signal.SIGINT)))
-        assert run(llama, out, *FEW, "--activation", "int8").code == 130
-    done = run(llama, out, *FEW)
-    assert (
-        done.code == 2
-        and "other settings: --activation int8 (now e4m3); give the same to go on, or --restart" in done.stderr
-    )
-    assert run(llama, out, *FEW, "--restart").code == 0
-    assert contents(out) == contents(written)
-
-
 def test_a_restart_drops_the_files_of_the_run_before_it_and_no_others(run, llama, own_llama, tmp_path, monkeypatch):
     """Which had other shards, and a file that this one has not."""
     out = tmp_path / "out"
@@ -644,104 +515,58 @@ def test_a_restart_drops_the_files_of_the_run_before_it_and_no_others(run, llama
     assert contents(out) == contents(tmp_path / "new") | {"mine.txt": b"mine"}
 
 
-def test_after_sigterm_the_same_command_goes_on(run, llama, written, tmp_path):
-    out = tmp_path / "out"
-    script = f"""
-import os, signal, sys
-from jitgemm.checkpoint import writing
-from jitgemm.cli import main
-from jitgemm.nn.quantize import evaluate
-held, text = evaluate.help_texts()
-evaluate.help_texts = lambda: (held, text[:40000])
-replace, shards = os.replace, []
-def terminated(source, to):
-    if str(to).startswith({str(out)!r} + "/model-"):
-        shards.append(to)
-        if len(shards) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-    replace(source, to)
-os.replace = terminated
-main(["quantize", {str(llama)!r}, {str(out)!r}, *{FEW!r}, "--device", "cpu"])"""
-    paths = os.pathsep.join([str(Path(jitgemm.__file__).parents[1]), *sys.path])
-    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths}, capture_output=True)
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    assert [path.name for path in out.glob(".*.unfinished")] == [".model-00002-of-00002.safetensors.unfinished"]
-    again = run(llama, out, *FEW)
-    assert again.code == 0 and "going on with 14 layers" in again.stderr and contents(out) == contents(written)
-
-
 @pytest.mark.parametrize(
-    "when", ["jitgemm.nn.save.model_folder.load_tokenizer", "jitgemm.nn.save.resume.ResumableFolder.save_stage"]
+    "when", [(model_folder, "load_tokenizer"), (ResumableFolder, "save_stage")], ids=["before", "after"]
 )
-@pytest.mark.parametrize("changed", ["model-00001-of-00002.safetensors", "config.json", None])
-def test_a_folder_that_changes_while_it_is_read_makes_no_model(run, own_llama, tmp_path, monkeypatch, when, changed):
+@pytest.mark.parametrize("file", ["model-00001-of-00002.safetensors", "config.json", None])
+def test_a_folder_that_changes_while_it_is_read_makes_no_model(run, own_llama, tmp_path, monkeypatch, when, file):
     """Before the model is read, and after."""
-    module, _, name = when.rpartition(".")
-    target = ResumableFolder if "ResumableFolder" in when else sys.modules[module]
-    call = getattr(target, name)
+    call = getattr(*when)
 
     def change(*args):
-        if changed is None:
+        if file is None:
             (own_llama / "model-00002-of-00002.safetensors").unlink(missing_ok=True)
         else:
-            path = own_llama / changed
-            path.write_bytes(path.read_bytes())
+            (own_llama / file).write_bytes((own_llama / file).read_bytes())
         return call(*args)
 
-    monkeypatch.setattr(target, name, change)
+    monkeypatch.setattr(*when, change)
     done = run(own_llama, tmp_path / "out", *FEW)
-    if changed is None:
-        assert done.code == 3 and "model-00002-of-00002.safetensors" in done.stderr
-    else:
-        assert done.code == 2 and f"{own_llama / changed}" in done.stderr
-        assert "expected a file that stays as it is while it is read" in done.stderr
+    said = f"{own_llama / (file or '')}", "expected a file that stays as it is while it is read"
+    assert done.code == (2 if file else 3)
+    assert all(text in done.stderr for text in (said if file else ("model-00002-of-00002.safetensors",)))
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def lose_a_tensor(shard: Path, name: str) -> None:
+def changed(shard: Path, name: str, to=lambda tensor: None) -> None:
+    """The file with another tensor of this name, or without it."""
     tensors = load_file(shard)
-    del tensors[name]
-    save_file(tensors, shard, {"format": "pt"})
-
-
-def reshape_a_tensor(shard: Path, name: str) -> None:
-    tensors = load_file(shard)
-    tensors[name] = tensors[name][:-8].clone()
-    save_file(tensors, shard, {"format": "pt"})
+    tensors[name] = to(tensors[name])
+    save_file({name: each for name, each in tensors.items() if each is not None}, shard, {"format": "pt"})
 
 
 def cut_off(shard: Path, name: str) -> None:
     shard.write_bytes(shard.read_bytes()[:-10])
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight_scale"])
-@pytest.mark.parametrize("spoil", [lose_a_tensor, reshape_a_tensor, cut_off, lambda shard, name: shard.unlink()])
+@pytest.mark.parametrize("spoil, name", [
+    (changed, "model.embed_tokens.weight"), (changed, "model.layers.1.mlp.up_proj.weight_scale"),
+    (partial(changed, to=lambda tensor: tensor[:-8].clone()), "model.layers.1.mlp.up_proj.weight_scale"),
+    (cut_off, "model.embed_tokens.weight"), (lambda shard, name: shard.unlink(), "model.embed_tokens.weight"),
+])  # fmt: skip
 def test_what_cannot_be_read_back_is_no_success(run, llama, tmp_path, monkeypatch, name, spoil):
     out = tmp_path / "out"
-    copied = export._copied
+    check = export._check_written
 
-    def spoilt(source):
-        return {**copied(source), llama / "LICENSE": "LICENSE"}
+    def spoilt(*args):
+        spoil(next(file for file in out.glob("*.safetensors") if name in load_file(file)), name)
+        check(*args)
 
-    def copy(path, to):
-        if to.name == "LICENSE":
-            spoil(next(file for file in out.glob("*.safetensors") if name in load_file(file)), name)
-        shutil.copy(path, to)
-
-    monkeypatch.setattr(export, "_copied", spoilt)
-    monkeypatch.setattr(export, "_copy", copy)
+    monkeypatch.setattr(export, "_check_written", spoilt)
     done = run(llama, out, *FEW)
     assert done.code == 3 and f"{out}: expected to read back what was written: " in done.stderr
     assert (name.removesuffix(".weight_scale") in done.stderr or "model-0000" in done.stderr) and not done.stdout
     assert not (out / "config.json").exists()
-
-
-def test_a_folder_that_another_process_writes_is_left_alone(run, llama, tmp_path):
-    held = ResumableFolder(tmp_path / "out", {})
-    done = run(llama, tmp_path / "out", *FEW)
-    assert done.code == 2 and "expected no other process that writes to it" in done.stderr
-    held.close()
-    assert not (tmp_path / "out").exists()
 
 
 # ---- what cannot be done ---------------------------------------------------------------------------------------------
@@ -758,12 +583,13 @@ def test_a_run_that_fails_says_why_and_removes_what_it_made_alone(run, own_llama
     for name in ("mine", "linked"):
         (tmp_path / name).mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "linked")
-    shard = next(file for file in own_llama.glob("*.safetensors") if "model.norm.weight" in load_file(file))
-    save_file(
-        load_file(shard) | {"model.norm.weight": torch.full((64,), torch.nan).bfloat16()}, shard, {"format": "pt"}
+    name = {"mine": "model.norm.weight", "link": "model.embed_tokens.weight"}.get(
+        out, "model.layers.1.mlp.up_proj.weight"
     )
+    shard = next(file for file in own_llama.glob("*.safetensors") if name in load_file(file))
+    changed(shard, name, to=lambda tensor: torch.full_like(tensor, torch.nan))
     done = run(own_llama, tmp_path / out, *FEW)
-    assert done.code == 2 and "model.norm.weight: expected finite values, got nan at [0]" in done.stderr
+    assert done.code == 2 and f"{name}: expected finite values, got nan at [0" in done.stderr
     assert (tmp_path / "link").is_symlink() and not (tmp_path / "deep").exists()
     for folder in ("mine", "linked"):
         assert contents(tmp_path / folder) == {} and (tmp_path / folder).stat().st_mode & 0o777 == 0o700
@@ -806,53 +632,37 @@ def test_damaged_notes_of_an_interrupted_run_are_named(run, llama, tmp_path, nam
     assert (tmp_path / "mine").exists()
 
 
-def test_a_folder_with_other_files_is_left_alone(run, llama, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("mine")
-    done = run(llama, out, *FEW)
-    assert done.code == 2 and f"{out}: expected an empty folder, or what an interrupted run left" in done.stderr
-    assert contents(out) == {"mine.txt": b"mine"}
-    same = run(llama, llama, *FEW)
-    assert same.code == 2 and "OUT: expected another folder than FOLDER" in same.stderr
-
-
-def test_a_shard_that_is_missing_or_cut_off_is_named(run, own_llama, tmp_path):
-    shard = sorted(own_llama.glob("*.safetensors"))[1]
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-10])
-    ended(run(own_llama, tmp_path / "out"), 2, f"expected a safetensors file, got {shard}", tmp_path / "out")
+def test_a_shard_or_tensor_that_is_missing_or_cut_off_is_named(run, own_llama, tmp_path):
+    first, shard = sorted(own_llama.glob("*.safetensors"))[:2]
+    whole, out = shard.read_bytes(), tmp_path / "out"
+    cut_off(shard, "")
+    ended(run(own_llama, out), 2, f"expected a safetensors file, got {shard}", out)
     shard.unlink()
-    ended(run(own_llama, tmp_path / "out"), 3, f"found no {shard.name}", tmp_path / "out")
-
-
-def test_a_tensor_that_the_files_lack_is_named(run, own_llama, tmp_path):
-    shard = sorted(own_llama.glob("*.safetensors"))[0]
-    name, *_ = tensors = load_file(shard)
-    del tensors[name]
-    save_file(tensors, shard, {"format": "pt"})
-    ended(run(own_llama, tmp_path / "out"), 2, f"found no {name}", tmp_path / "out")
+    ended(run(own_llama, out), 3, f"found no {shard.name}", out)
+    shard.write_bytes(whole)
+    name = next(iter(load_file(first)))
+    changed(first, name)
+    ended(run(own_llama, out), 2, f"found no {name}", out)
     index = own_llama / "model.safetensors.index.json"
     said = json.loads(index.read_text())
     del said["weight_map"][name]
     index.write_text(json.dumps(said))
-    ended(run(own_llama, tmp_path / "out"), 2, f"expected all tensors of the model, found no {name}", tmp_path / "out")
+    ended(run(own_llama, out), 2, f"expected all tensors of the model, found no {name}", out)
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
-def test_a_weight_with_a_nan_is_named(run, own_llama, tmp_path, name):
-    shard = next(file for file in own_llama.glob("*.safetensors") if name in load_file(file))
-    tensors = load_file(shard)
-    tensors[name][3, 5] = torch.nan
-    save_file(tensors, shard, {"format": "pt"})
-    message = f"{name}: expected finite values, got nan at [3, 5]"
-    ended(run(own_llama, tmp_path / "out", *FEW), 2, message, tmp_path / "out")
-
-
-def test_folders_that_are_no_model_in_floats_are_named(run, written, tmp_path):
-    message, out = "expected a model in floats, got one that compressed-tensors", tmp_path / "out"
-    ended(run(written, out), 2, message, out)
+def test_folders_that_are_no_model_in_floats_or_no_empty_ones_are_named(run, llama, written, tmp_path):
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    ended(run(written, out), 2, "expected a model in floats, got one that compressed-tensors", out)
     ended(run(tmp_path / "none", out), 3, "expected a model's folder, found no config.json", out)
+    mine.mkdir()
+    (mine / "mine.txt").write_text("mine")
+    done, same = run(llama, mine, *FEW), run(llama, llama, *FEW)
+    assert done.code == 2 and f"{mine}: expected an empty folder, or what an interrupted run left" in done.stderr
+    assert contents(mine) == {"mine.txt": b"mine"}
+    assert same.code == 2 and "OUT: expected another folder than FOLDER" in same.stderr
+    held = ResumableFolder(out, {})
+    ended(run(llama, out, *FEW), 2, "expected no other process that writes to it", tmp_path / "none")
+    held.close()
 
 
 def test_a_copy_that_the_index_does_not_name_is_named(run, own_llama, tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 V1 = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}
 V2 = V1 | {"checkpoint_format": "gptq_v2"}
+AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False, "data_type": "int"}
 
 
 def packed(layer: layers.Layer, *, minus_one: bool, bits: int = 4) -> dict[str, torch.Tensor]:
