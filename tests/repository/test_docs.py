@@ -15,13 +15,12 @@ import sys
 import tomllib
 from pathlib import Path
 
-import builders
 import files_awq
 import layers
 import mxfp4
 import pytest
+import small_models
 import torch
-from checkpoints import words
 from safetensors.torch import save_file
 
 import jitgemm
@@ -47,81 +46,53 @@ def fences(*languages: str) -> list[tuple[str, str]]:
 # Stand-ins: what a sample takes for granted is made here, as small as it works.
 
 
+def small_model(kind: str, **more):
+    transformers = pytest.importorskip("transformers", "5" if kind == "GptOss" else None)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **more)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def saved(name: str, model: torch.nn.Module, tensors: dict[str, torch.Tensor], quantization: dict) -> None:
+    Path(name).mkdir()
+    save_file({key: each.contiguous() for key, each in tensors.items()}, f"{name}/model.safetensors", {"format": "pt"})
+    model.config.architectures, model.config.quantization_config = [type(model).__name__], quantization
+    model.config.save_pretrained(name)
+
+
 def model_folder(name: str) -> None:
     """A Llama with one layer of 64 × 64 Linears, in compressed-tensors with e4m3 activations."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-    tensors = {}
-    for key, tensor in transformers.AutoModelForCausalLM.from_config(config).state_dict().items():
-        layer = key.removesuffix(".weight")
-        if not layer.endswith("_proj"):
-            tensors[key] = tensor
-            continue
-        q = builders.generator(len(tensors))
-        codes = torch.randint(-8, 8, tensor.shape, generator=q)
-        tensors[f"{layer}.weight_packed"] = words(codes + 8, 1)
-        tensors[f"{layer}.weight_scale"] = torch.full((len(tensor), 1), 2**-6, dtype=torch.bfloat16)
-        tensors[f"{layer}.weight_shape"] = torch.tensor(tensor.shape)
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
-    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
-    Path(name).mkdir()
-    save_file(
-        {key: tensor.contiguous() for key, tensor in tensors.items()}, f"{name}/model.safetensors", {"format": "pt"}
-    )
-    config.quantization_config = quantization | {"config_groups": {"group_0": group}}
-    config.save_pretrained(name)
+    model = small_model("Llama")
+    layers = [key.removesuffix(".weight") for key in model.state_dict() if key.endswith("_proj.weight")]
+    saved(name, model, small_models.checkpoint_tensors(model, *layers)[0], small_models.config())
 
 
 def awq_folder(name: str) -> None:
-    """A Llama with one layer of 64 × 64 Linears, in AWQ's gemm files."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-    tensors = dict(transformers.AutoModelForCausalLM.from_config(config).state_dict())
+    """The same in AWQ's gemm files."""
+    model = small_model("Llama")
+    tensors = dict(model.state_dict())
     for seed, key in enumerate([key for key in tensors if key.endswith("_proj.weight")]):
         prefix = key.removesuffix("weight")
         packed = files_awq.gemm(layers.layer(seed, *tensors.pop(key).shape))
         tensors |= {prefix + suffix: tensor for suffix, tensor in packed.items()}
-    Path(name).mkdir()
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, f"{name}/model.safetensors")
-    config.quantization_config = files_awq.GEMM | {"group_size": 64}
-    config.save_pretrained(name)
+    saved(name, model, tensors, files_awq.GEMM | {"group_size": 64})
 
 
 def floats_folder(name: str) -> None:
-    """A Llama with one layer of 64 × 64 Linears, in bf16."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(name)
+    small_model("Llama").save_pretrained(name)
 
 
 def gpt_oss_folder(name: str) -> None:
     """A gpt-oss with one layer, whose experts are in MXFP4."""
-    transformers = pytest.importorskip("transformers", "5")
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "vocab_size": 96,
-        "num_local_experts": 2,
-    }
-    config = transformers.GptOssConfig(
-        **sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts_per_tok=1, pad_token_id=0
-    )
-    tensors = dict(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict())
+    model = small_model("GptOss", num_local_experts=2, num_experts_per_tok=1, pad_token_id=0)
+    tensors = dict(model.state_dict())
     for seed, (part, n) in enumerate({"gate_up_proj": 128, "down_proj": 64}.items()):
         layer = f"model.layers.0.mlp.experts.{part}"
         parts = mxfp4.parts(seed, n, 64, experts=2, shift=-12)
         del tensors[layer]
         tensors |= {f"{layer}_blocks": parts.canonical.unflatten(2, (-1, 16)), f"{layer}_scales": parts.scales}
-    Path(name).mkdir()
-    save_file({key: each.contiguous() for key, each in tensors.items()}, f"{name}/model.safetensors", {"format": "pt"})
-    config.architectures, config.quantization_config = ["GptOssForCausalLM"], {"quant_method": "mxfp4"}
-    config.save_pretrained(name)
+    saved(name, model, tensors, {"quant_method": "mxfp4"})
 
 
 def group_of_one(monkeypatch) -> None:

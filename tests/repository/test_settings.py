@@ -38,8 +38,8 @@ def default_roots(folder: Path) -> list[str]:
     return roots_of(folder, XDG_CACHE_HOME=str(folder / "home"))
 
 
-def test_cache_dir_is_a_list_and_is_read_at_every_use(monkeypatch, tmp_path):
-    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join([str(tmp_path / "a"), "", "~/b"]))
+def test_cache_dir_is_a_list_of_stripped_names_and_is_read_at_every_use(monkeypatch, tmp_path):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join([f"{tmp_path / 'a'} ", "", " ", " ~/b"]))
     assert settings.cache_roots() == [tmp_path / "a", Path.home() / "b"]
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "c"))
     assert settings.cache_roots() == [tmp_path / "c"]
@@ -53,11 +53,6 @@ def test_relative_cache_dir_does_not_move_with_later_chdir(monkeypatch, tmp_path
         assert settings.cache_roots() == [tmp_path / "kernels"]
         assert settings.dump_dir() == tmp_path / "dump"
         monkeypatch.chdir("/")
-
-
-def test_names_in_cache_dir_are_stripped(monkeypatch):
-    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join(["/a ", " /b", " ", ""]))
-    assert settings.cache_roots() == [Path("/a"), Path("/b")]
 
 
 @pytest.mark.parametrize("name", ["JITGEMM_CACHE_DIR", "JITGEMM_DUMP_DIR"])
@@ -108,24 +103,17 @@ def test_jit_modes(monkeypatch):
         settings.jit_mode()
 
 
-def test_debug(monkeypatch):
-    assert settings.debug() is False
-    for value, meaning in {"1": True, "true": True, "0": False, "off": False, "": False}.items():
-        monkeypatch.setenv("JITGEMM_DEBUG", value)
-        assert settings.debug() is meaning
-    monkeypatch.setenv("JITGEMM_DEBUG", "2")
-    with pytest.raises(ValueError, match="JITGEMM_DEBUG: expected 0 or 1, got '2'"):
-        settings.debug()
-
-
-def test_yields(monkeypatch):
-    assert settings.yields() is True
-    for value, meaning in {"0": False, "no": False, "1": True, "": True}.items():
-        monkeypatch.setenv("JITGEMM_YIELDS", value)
-        assert settings.yields() is meaning
-    monkeypatch.setenv("JITGEMM_YIELDS", "none")
-    with pytest.raises(ValueError, match="JITGEMM_YIELDS: expected 0 or 1, got 'none'"):
-        settings.yields()
+@pytest.mark.parametrize(
+    ("name", "asked", "default"), [("DEBUG", settings.debug, False), ("YIELDS", settings.yields, True)]
+)
+def test_flags(monkeypatch, name, asked, default):
+    assert asked() is default
+    for value, meaning in {"1": True, "true": True, "0": False, "off": False, "no": False, "": default}.items():
+        monkeypatch.setenv(f"JITGEMM_{name}", value)
+        assert asked() is meaning, value
+    monkeypatch.setenv(f"JITGEMM_{name}", "2")
+    with pytest.raises(ValueError, match=f"JITGEMM_{name}: expected 0 or 1, got '2'"):
+        asked()
 
 
 def test_dump_dir(monkeypatch, tmp_path):

@@ -18,25 +18,12 @@ from jitgemm.kernel.formats import WeightFormat
 from jitgemm.select.devices import DEVICES
 
 
-def names(cases: list[tuple]) -> list[str]:
-    return [case[0] for case in cases]
-
-
-@pytest.mark.parametrize("case", sanitize.CASES, ids=names(sanitize.CASES))
+@pytest.mark.parametrize("case", [*sanitize.CASES, *sanitize.GROUPED], ids=lambda case: case[0])
 def test_a_gemm_has_a_weight_and_a_legal_kernel(case):
-    _, wanted, format, lhs, (_, n, k) = case
-    weight = sanitize.weight_of(format, 1, n, k)
+    _, wanted, format, lhs, *_, sizes = case if case in sanitize.CASES else case[:-1]
+    weight, experts = sanitize.weight_of(format, 1, *sizes[-2:]), 0 if case in sanitize.CASES else 64
     assert weight.format == WeightFormat(*format)
-    sanitize.first(wanted, lhs, weight.format, DEVICES["h200"])
-
-
-@pytest.mark.parametrize("case", sanitize.GROUPED, ids=names(sanitize.GROUPED))
-def test_a_grouped_gemm_has_a_weight_and_a_legal_kernel(case):
-    _, wanted, format, lhs, _, (n, k), _ = case
-    weights = [sanitize.weight_of(format, seed, n, k) for seed in range(2)]
-    weight = type(weights[0]).stacked(2, weights.__getitem__)
-    assert weight.format == WeightFormat(*format)
-    assert sanitize.first(wanted, lhs, weight.format, DEVICES["h200"], experts=64).experts == 64
+    assert sanitize.first(wanted, lhs, weight.format, DEVICES["h200"], experts=experts).experts == experts
 
 
 def test_every_way_to_add_up_is_there():
