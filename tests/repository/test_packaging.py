@@ -23,19 +23,6 @@ import jitgemm
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-USER = """
-import torch
-import jitgemm
-
-weight = jitgemm.pack_w4(torch.empty(8, 32, dtype=torch.int8), torch.empty(8, 1), group_size=32)
-reveal_type(weight)
-reveal_type(jitgemm.quantize_activations(torch.empty(1, 32), torch.int8))
-reveal_type(jitgemm.load("model", "layer"))
-reveal_type(jitgemm.gemm_w4a8_bf16_nt)
-jitgemm.gemm_w4a8_nt("x", weight, torch.empty(1, 8))
-"""
-
-
 KEYS = """
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.jit.nvrtc import NvrtcInfo
@@ -126,18 +113,9 @@ def test_the_wheel_has_the_package_its_headers_and_nothing_else(wheel):
 
 def test_the_sdist_has_what_tests_and_docs_need_and_no_leftovers(sdist):
     files = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
-    wanted = {
-        "README.md",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "LICENSE",
-        "pyproject.toml",
-        "jitgemm_cli.py",
-        "docs/conf.py",
-        ".pre-commit-config.yaml",
-    }
-    assert wanted | {"scripts/test.sh", "tests/conftest.py", "include/jitgemm/gemm/kernel.cuh"} <= files
+    wanted = "README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE pyproject.toml jitgemm_cli.py docs/conf.py"
+    more = ".pre-commit-config.yaml scripts/test.sh tests/conftest.py include/jitgemm/gemm/kernel.cuh"
+    assert {*wanted.split(), *more.split()} <= files
     folders = {name.partition("/")[0] for name in files if "/" in name}
     assert folders == {"jitgemm", "include", "tests", "scripts", "docs"}
     assert [name for name in files if "__pycache__" in name or name.endswith((".pyc", ".jgk"))] == []
@@ -204,8 +182,12 @@ for affine in (False, True):
 reveal_type(jitgemm.quantize_activations(x, torch.int8))
 reveal_type(jitgemm.quantize_activations(x, torch.int8, affine=True))
 reveal_type(jitgemm.gemm_w4a8_int8_nt(jitgemm.quantize_activations(x, torch.int8), weight))
-jitgemm.gemm_w4a8_bf16_nt(jitgemm.gemm_w4a8_int8_nt((x, x), weight, affine=False), weight, out)
+reveal_type(weight)
 loaded = jitgemm.load("model", "layer")
+reveal_type(loaded)
+reveal_type(jitgemm.gemm_w4a8_bf16_nt)
+jitgemm.gemm_w4a8_nt("x", weight, torch.empty(1, 8))
+jitgemm.gemm_w4a8_bf16_nt(jitgemm.gemm_w4a8_int8_nt((x, x), weight, affine=False), weight, out)
 if isinstance(loaded, jitgemm.W4Weight):
     jitgemm.gemm_w4a8_nt((x, x), loaded, out, bias=None, batch_invariant=True, kernel=None)
 else:
@@ -239,13 +221,13 @@ implicit_reexport = True
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> list[str]:
-    """What mypy says of the package, of a user's module, and, as --strict, of the README's samples and of TYPES."""
+    """What mypy says of the package and, as --strict, of the README's samples and of TYPES."""
     pytest.importorskip("mypy")
     folder = tmp_path_factory.mktemp("types")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     samples = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     assert len(samples) == 2
-    for name, text in {"first": samples[0], "second": samples[1], "typed": TYPES, "user": USER}.items():
+    for name, text in {"first": samples[0], "second": samples[1], "typed": TYPES}.items():
         (folder / f"{name}.py").write_text(text)
     mypy = PROJECT["tool"]["mypy"]
     settings = "\n".join(f"{name} = {value}" for name, value in mypy.items() if name not in ("files", "overrides"))
@@ -262,26 +244,21 @@ def said(tmp_path_factory) -> list[str]:
     return [re.sub(r"^\S*/(\w+\.py:)", r"\1", line) for line in done.stdout.splitlines()]
 
 
-def revealed(said: list[str], module: str) -> list[str]:
-    return [line for line in said if "Revealed type" in line and line.startswith(f"{module}.py:")]
-
-
 def test_types_are_clean_and_users_see_them(said):
     """The README's samples and results as arguments pass strict checks too."""
     errors = [line for line in said if ": error: " in line]
-    assert [re.sub(r"^user.py:\d+", "user.py", error) for error in errors] == [
-        'user.py: error: Argument 1 to "gemm_w4a8_nt" has incompatible type "str"; expected '
+    assert [re.sub(r"^typed.py:\d+", "typed.py", error) for error in errors] == [
+        'typed.py: error: Argument 1 to "gemm_w4a8_nt" has incompatible type "str"; expected '
         '"tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]"  [arg-type]'
     ]
-    found = [re.search(r'Revealed type is "(.*)"', line)[1] for line in revealed(said, "user")]
-    assert len(found) == 4 and found[0] == "jitgemm.weight.packed.W4Weight" and "CanonicalWeight" not in found[0]
-    assert not any("Any" in text for text in found), found
-
-
-def test_results_of_quantisers_say_whether_they_are_pairs_or_triples(said):
-    found = [re.search(r'"tuple\[(.*)\]"', line)[1].split(", ") for line in revealed(said, "typed")]
-    assert [len(each) for each in found] == [2, 3, 3]
-    assert all(name.endswith("Tensor") for each in found for name in each)
+    *results, weight, loaded, call = (
+        found[1] for line in said if (found := re.search(r'Revealed type is "(.*)"', line))
+    )
+    assert weight == "jitgemm.weight.packed.W4Weight"
+    assert not any("Any" in text for text in (*results, weight, loaded, call))
+    parts = [re.fullmatch(r"tuple\[(.*)\]", text)[1].split(", ") for text in results]  # pairs or triples
+    assert [len(each) for each in parts] == [2, 3, 3]
+    assert all(name.endswith("Tensor") for each in parts for name in each)
 
 
 def test_no_function_of_the_package_is_untyped():
@@ -307,16 +284,11 @@ LIBRARY = """
 import pytest
 
 
-def test_default():
-    pytest.importorskip("no_such_library")
-
-
-def test_reason():
-    pytest.importorskip("no_such_library", reason="needs no such library")
-
-
-def test_too_old():
-    pytest.importorskip("pytest", minversion="1000")
+@pytest.mark.parametrize("name, more", [
+    ("no_such_library", {}), ("no_such_library", {"reason": "needs no such library"}), ("pytest", {"minversion": "1000"})
+])
+def test_it(name, more):
+    pytest.importorskip(name, **more)
 """
 
 
