@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import builders
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import jitgemm
-import jitgemm.nn
 from jitgemm.nn.recipe import Recipe
 from jitgemm.serving.experts import CollectedExperts
 
@@ -237,40 +237,26 @@ def says(tmp_path, monkeypatch):
     return lambda answers: monkeypatch.setenv("SAYS", json.dumps(answers))
 
 
-@pytest.fixture(scope="module")
-def library():
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_all_files_of_a_model_hold_the_values_of_that_in_bf16(tmp_path, kind):
+    """As jitgemm reads them, which is tested against the formats' definitions elsewhere."""
     pytest.importorskip("transformers")
-    return pytest.importorskip("compressed_tensors", minversion="0.17")  # that of vLLM 0.24
-
-
-@pytest.fixture(scope="module", params=["dense", "moe"])
-def written(request, library, tmp_path_factory):
-    """The folder of a model's checkpoints, and the codes and scales that were drawn for each layer."""
-    folder = tmp_path_factory.mktemp(request.param)
-    drawn = checkpoints.small(request.param, folder, checkpoints.PACKED, layers=1)
-    linears = 4 if request.param == "moe" else 7
-    assert len(drawn) == (linears + (3 * 16 if request.param == "moe" else 0))
-    return folder, drawn
-
-
-def test_the_file_in_bf16_holds_the_values_of_those_in_4_bits(written, library):
-    """As compressed-tensors itself unpacks them, and as jitgemm does."""
-    from compressed_tensors.compressors import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-    from safetensors.torch import load_file
-
-    folder, drawn = written
-    plain = load_file(folder / "bf16" / "model.safetensors")
-    packed = load_file(folder / "compressed-tensors" / "model.safetensors")
-    config = json.loads((folder / "compressed-tensors" / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
-    for layer in drawn:
-        parts = {each: packed[f"{layer}.{each}"] for each in ("weight_packed", "weight_scale", "weight_shape")}
-        theirs = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
-        ours = jitgemm.load(folder / "gptq", layer, device="cpu").dequantize().bfloat16()
-        # 0 * scale is +0 or -0 by the path taken.
-        assert builders.same_bits(theirs + 0.0, plain[f"{layer}.weight"] + 0.0), layer
-        assert builders.same_bits(ours + 0.0, plain[f"{layer}.weight"] + 0.0), layer
+    if "gptq" in checkpoints.KINDS[kind]:
+        pytest.importorskip("compressed_tensors", minversion="0.17")  # that of vLLM 0.24
+    drawn = checkpoints.small(kind, tmp_path, checkpoints.KINDS[kind], layers=1)
+    assert len(drawn) == {"dense": 7, "moe": 4 + 3 * 16, "moe-mxfp4": 3 * 16, "gpt-oss": 2}[kind]
+    plain = load_file(tmp_path / "bf16" / "model.safetensors")
+    for name in checkpoints.KINDS[kind]:
+        packed = load_file(tmp_path / name / "model.safetensors")
+        for layer in drawn:
+            if kind == "gpt-oss":  # whose files have one tensor of all experts
+                blocks, scales = packed[f"{layer}_blocks"], packed[f"{layer}_scales"]
+                assert len(blocks) == len(scales) == 16 and packed[f"{layer}_bias"].std() > 0.05
+                weight, right = jitgemm.pack_mxfp4(blocks[3].flatten(1), scales[3]), plain[layer][3].T
+            else:
+                weight, right = jitgemm.load(tmp_path / name, layer, device="cpu"), plain[f"{layer}.weight"]
+            # 0 * scale is +0 or -0 by the path taken.
+            assert builders.same_bits(weight.dequantize().bfloat16() + 0.0, right + 0.0), (name, layer)
 
 
 def configs_alone(kind, folder, names):
@@ -280,31 +266,6 @@ def configs_alone(kind, folder, names):
         (folder / name / "model.safetensors").touch()
         quantization = {"quantization_config": checkpoints.KINDS[kind][name][1]} if name != "bf16" else {}
         (folder / name / "config.json").write_text(json.dumps(quantization))
-
-
-@pytest.mark.parametrize("kind", ["moe-mxfp4", "gpt-oss"])
-def test_files_in_mxfp4_hold_the_values_of_that_in_bf16(tmp_path, kind):
-    """As jitgemm reads them, which is tested against the specification elsewhere."""
-    pytest.importorskip("transformers")
-    from safetensors.torch import load_file
-
-    [name] = checkpoints.KINDS[kind]
-    drawn = checkpoints.small(kind, tmp_path, [name], layers=1)
-    plain = load_file(tmp_path / "bf16" / "model.safetensors")
-    packed = load_file(tmp_path / name / "model.safetensors")
-    if kind == "moe-mxfp4":
-        assert len(drawn) == 3 * 16
-        for layer in list(drawn)[:3]:
-            weight = jitgemm.load(tmp_path / name, layer, device="cpu").dequantize().bfloat16()
-            assert builders.same_bits(weight + 0.0, plain[f"{layer}.weight"] + 0.0), layer
-        return
-    for layer, (n, k) in {"gate_up_proj": (1024, 1024), "down_proj": (1024, 512)}.items():
-        above = f"model.layers.0.mlp.experts.{layer}"
-        blocks, scales = packed[f"{above}_blocks"], packed[f"{above}_scales"]
-        assert blocks.shape == (16, n, k // 32, 16) and scales.shape == (16, n, k // 32)
-        weight = jitgemm.pack_mxfp4(blocks[3].flatten(1), scales[3], k=k).dequantize().bfloat16()
-        assert builders.same_bits(weight + 0.0, plain[above][3].T + 0.0), layer
-        assert packed[f"{above}_bias"].std() > 0.05
 
 
 def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, says):
