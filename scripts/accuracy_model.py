@@ -75,8 +75,6 @@ ROWS: dict[str, dict[str, Any] | None] = {
 }
 """Options of `quantize_` by the name of the row; inputs are e4m3, or int8 of two levels, where it says none."""
 
-RUNS = ("eager", "compiled")
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,7 +88,9 @@ def main() -> None:
     parser.add_argument("--tested", type=int, default=TESTED, help="windows of each text that are evaluated, at most")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--run", action="append", choices=RUNS, help="how the layers run; default eager")
+    parser.add_argument(
+        "--run", action="append", choices=("eager", "compiled"), help="how the layers run; default eager"
+    )
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the model there in bf16, and nothing else")
     parser.add_argument("--vllm", action="store_true", help="the folder is quantised, and vLLM with jitgemm runs it")
     parser.add_argument("--cost", action="store_true", help="what calibration takes for Llama-3-8B's sizes")
@@ -151,9 +151,7 @@ def table(arguments: argparse.Namespace, model: Any, tokenizer: Any, head: dict[
         row |= {"row": name, "seconds": round(time.monotonic() - started, 1)}
         if report is not None:
             row |= {"layers": len(report), "left": len(report.skipped), "kept in 8 bits": len(report.kept_8bit)}
-        for run in RUNS if arguments.run is None else (each for each in RUNS if each in arguments.run):
-            if arguments.run is None and run != "eager" or options is None and run != "eager":
-                continue
+        for run in ("eager",) if options is None else arguments.run or ("eager",):
             called = torch.compile(other) if run == "compiled" else other
             for text, test in tests.items():
                 rows.append(

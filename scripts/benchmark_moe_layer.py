@@ -11,9 +11,7 @@ come from memory. A part's graph holds that part's calls alone, on what the part
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,7 +153,7 @@ def main() -> None:
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("no Hopper GPU here: times need one")
-    from benchmark_lib.results import environment
+    from benchmark_lib.results import write_rows
 
     table = arguments.json != "-"
     if table:
@@ -176,11 +174,7 @@ def main() -> None:
                     print(f"{head} | {row['rest']:.2f} | {row['spread']:.0%} |", flush=True)
             del weights
             torch.cuda.empty_cache()
-    document = {"date": time.strftime("%Y-%m-%d"), "environment": environment(), "rows": rows}
-    if arguments.json == "-":
-        print(json.dumps(document, indent=1))
-    elif arguments.json:
-        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+    write_rows(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ floor is the bytes over the device's rate.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,7 @@ def main() -> None:
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("no Hopper GPU here: times need one")
-    from benchmark_lib.results import environment
+    from benchmark_lib.results import write_rows
 
     table = arguments.json != "-"
     if table:
@@ -156,11 +155,7 @@ def main() -> None:
                         f"| {row['of_copy']:.0%} |",
                         flush=True,
                     )
-    document = {"environment": environment(), "rows": rows}
-    if arguments.json == "-":
-        print(json.dumps(document, indent=1))
-    elif arguments.json:
-        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+    write_rows(arguments.json, rows)
 
 
 if __name__ == "__main__":

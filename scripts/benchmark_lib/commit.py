@@ -1,10 +1,11 @@
-"""Which commit a measurement is of. Imports nothing heavy."""
+"""Which commit a measurement is of, and versions of packages. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -23,3 +24,10 @@ def commit() -> str | None:
     """BENCHMARK_COMMIT in the environment names it where the checkout travelled without its history, or with an older
     one."""
     return os.environ.get("BENCHMARK_COMMIT") or output(["git", "rev-parse", "HEAD"])
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
+
+from .commit import version_of
 
 EXACT, CHANNEL, ROUNDED, WIDER = KINDS = ("exact", "channel", "rounded", "wider")
 """Kinds: 4-bit weights with group scales applied as given; 4-bit with one scale per row of n; 4-bit with group scales
@@ -94,10 +95,7 @@ class Contestant:
 
     @property
     def version(self) -> str | None:
-        try:
-            return metadata.version(self.package)
-        except metadata.PackageNotFoundError:
-            return None
+        return version_of(self.package)
 
 
 def cell_floor_bits(contestants: Iterable[Contestant]) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jitgemm.cli.env import gather
+
 from .cells import Rates, from_record
-from .commit import commit, output
+from .commit import commit, output, version_of
 from .contestant import KINDS, Contestant
 
 SCHEMA = 1
@@ -59,47 +59,20 @@ def new_document(
 
 
 def environment() -> dict[str, Any]:
-    """Device, driver, versions and commit; what cannot be found out is None."""
-    told = "BENCHMARK_COMMIT" in os.environ
-    changed = None if told else output(["git", "status", "--porcelain", "--untracked-files=no"])
-    facts: dict[str, Any] = {
-        "commit": commit(),
-        "dirty": None if changed is None else bool(changed),
-        "python": platform.python_version(),
-        "host": platform.platform(),
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "nvrtc": _try(_nvrtc),
-        "driver": _smi("driver_version"),
-        "power_limit_w": _smi("power.limit"),
-    }
-    return facts | (_try(_device) or {"device": None})
-
-
-def _device() -> dict[str, Any]:
+    """Device, driver, versions and commit, and what `jitgemm env` says; what cannot be found out is None."""
     import torch
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"device": properties.name, "sms": properties.multi_processor_count, "cuda": torch.version.cuda}
-
-
-def _nvrtc() -> str:
-    from jitgemm.jit.nvrtc import nvrtc_info
-
-    return nvrtc_info().build
-
-
-def _try(find: Callable[[], Any]) -> Any:
-    try:
-        return find()
-    except Exception:
-        return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    told = "BENCHMARK_COMMIT" in os.environ
+    changed = None if told else output(["git", "status", "--porcelain", "--untracked-files=no"])
+    return {
+        "commit": commit(),
+        "dirty": None if changed is None else bool(changed),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {name: version_of(name) for name in _PACKAGES},
+        "driver": _smi("driver_version"),
+        "power_limit_w": _smi("power.limit"),
+        "jitgemm env": gather(),
+    }
 
 
 def _smi(field: str) -> str | None:
@@ -171,6 +144,15 @@ def add_recorded_peers(document: dict[str, Any], path: Path) -> None:
             figures = {"tflops": round(cell.ops / us / 1e6, 2), "gbs": round(cell.floor_bytes() / us / 1e3, 1)}
             if name in added:
                 record["results"][name] = {"us": us, "note": "", "spread": 0.0, **figures}
+
+
+def write_rows(file: str | None, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows of figures to a file, "-" for stdout, or nowhere."""
+    document = {"date": datetime.date.today().isoformat(), "environment": environment(), "rows": rows}
+    if file == "-":
+        print(json.dumps(document, indent=1))
+    elif file:
+        Path(file).write_text(json.dumps(document, indent=1) + "\n")
 
 
 # ---- what is asked of a document ------------------------------------------------------------------------------------

@@ -89,17 +89,8 @@ def ours_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
             against = [_against(us, peer) for peer in (best_kin, best)]
             # Peers' kernels are their own business; of ours, what the name does not say already.
             kernel = result.get("kernel", "").partition("-m")[2]
-            rows.append(
-                (
-                    *_place(cell),
-                    name,
-                    *figures,
-                    *against[0],
-                    *against[1],
-                    "m" + kernel if kernel else "",
-                    result["note"],
-                )
-            )
+            kernel = "m" + kernel if kernel else ""
+            rows.append((*_place(cell), name, *figures, *against[0], *against[1], kernel, result["note"]))
     return rows
 
 

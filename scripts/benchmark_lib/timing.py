@@ -103,15 +103,8 @@ def relative_spread(times: Sequence[float]) -> float:
     """The noise of a measurement: from its 10th to its 90th percentile, as a part of its median."""
     if len(times) < 2:
         return 0.0
-    ordered = sorted(times)
-    last = len(ordered) - 1
-
-    def percentile(part: float) -> float:
-        low = int(part * last)
-        high = min(low + 1, last)
-        return ordered[low] + (part * last - low) * (ordered[high] - ordered[low])
-
-    return (percentile(0.9) - percentile(0.1)) / statistics.median(ordered)
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    return (tenths[-1] - tenths[0]) / statistics.median(times)
 
 
 def _ask_nvidia_smi() -> subprocess.Popen | None:
