@@ -6,8 +6,10 @@ A sample runs as it stands, but for the stand-ins below: tiny sizes, and the CPU
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
+import pydoc
 import re
 import shlex
 import subprocess
@@ -22,25 +24,22 @@ import pytest
 import small_models
 import torch
 from safetensors.torch import save_file
+from typer.main import get_command
 
 import jitgemm
-import jitgemm.nn
 from jitgemm import deep_gemm
+from jitgemm.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
-PAGES += sorted((ROOT / "docs").rglob("*.md"))
+PAGES = {page: page.read_text(encoding="utf-8") for page in (*PAGES, *sorted((ROOT / "docs").rglob("*.md")))}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def fences(*languages: str) -> list[tuple[str, str]]:
     """(page, text) of every fenced block in one of the languages."""
-    found = []
-    for page in PAGES:
-        for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
-            if language.strip() in languages:
-                found.append((page.relative_to(ROOT).as_posix(), text))
-    return found
+    blocks = ((page.relative_to(ROOT).as_posix(), *block) for page in PAGES for block in FENCE.findall(PAGES[page]))
+    return [(page, text) for page, language, text in blocks if language.strip() in languages]
 
 
 # Stand-ins: what a sample takes for granted is made here, as small as it works.
@@ -172,32 +171,18 @@ def shell_lines() -> list[tuple[str, str]]:
 def jitgemm_commands() -> list[tuple[str, str]]:
     """(page, command) in blocks, and of `jitgemm …` in running text."""
     found = [(page, line) for page, line in shell_lines() if line.startswith("jitgemm ")]
-    for page in PAGES:
-        text = FENCE.sub("", page.read_text(encoding="utf-8"))
-        for span in re.findall(r"`(jitgemm [^`]+)`", text):
-            found.append((page.relative_to(ROOT).as_posix(), " ".join(span.split())))
+    for page, text in PAGES.items():
+        spans = re.findall(r"`(jitgemm [^`]+)`", FENCE.sub("", text))
+        found += [(page.relative_to(ROOT).as_posix(), " ".join(span.split())) for span in spans]
     return sorted(set(found))
 
 
-PLACEHOLDERS = {
-    "N,K": "256,256",
-    "M": "3",
-    "N": "256",
-    "K": "256",
-    "KEY": "0",
-    "LABEL": "0",
-    "config.json": str(ROOT / "README.md"),
-}
+PLACEHOLDERS = {"N,K": "256,256", "M": "3", "N": "256", "K": "256", "KEY": "0", "LABEL": "0"}
 
 
 @pytest.mark.parametrize(("page", "command"), jitgemm_commands())
 def test_every_jitgemm_command_is_one(page, command):
     """Parsed, not run: tests/cli/test_cli.py runs them."""
-    pytest.importorskip("typer")
-    from typer.main import get_command
-
-    from jitgemm.cli.app import app
-
     found = get_command(app)
     tokens = [PLACEHOLDERS.get(token, token) for token in shlex.split(command)[1:] if token not in ("…", "...")]
     while tokens and hasattr(found, "commands"):
@@ -232,8 +217,8 @@ def test_scripts_have_the_options_that_the_docs_give_them(page, line):
 
 def test_extras_in_the_docs_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    for page in PAGES:
-        for names in re.findall(r"(?:\.|jitgemm)\[([\w,]+)\]", page.read_text(encoding="utf-8")):
+    for page, text in PAGES.items():
+        for names in re.findall(r"(?:\.|jitgemm)\[([\w,]+)\]", text):
             assert set(names.split(",")) <= set(extras), page
 
 
@@ -251,8 +236,8 @@ def anchors(page: Path) -> set[str]:
 
 def test_links_lead_somewhere():
     bad = []
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
             if re.match(r"https?:|mailto:", target):
                 continue
             file, _, anchor = target.partition("#")
@@ -297,16 +282,15 @@ def in_all() -> set[str]:
     return found
 
 
+@functools.cache
 def resolved(name: str) -> object:
     """The function or class of that dotted name, or that a method's name begins with; None for anything else."""
-    found: object = jitgemm
-    for at, part in list(enumerate(name.split(".")))[1:]:
-        if inspect.ismodule(found) and not hasattr(found, part):
-            try:
-                importlib.import_module(".".join(name.split(".")[: at + 1]))
-            except ImportError:
-                return None
-        found = getattr(found, part, None)
+    parts = name.split(".")
+    for end in range(2, len(parts) + 1):
+        try:
+            found = pydoc.locate(".".join(parts[:end]))
+        except pydoc.ErrorDuringImport:
+            return None
         if inspect.isfunction(found) or inspect.isclass(found):
             return found
     return None
@@ -318,10 +302,7 @@ def test_the_api_page_has_every_public_name():
     assert sorted(in_all() - set(names)) == []
     shown = [resolved(name) for name in names]
     missing = set()
-    for page in PAGES:
-        if "notes" in page.parts:
-            continue
-        text = page.read_text(encoding="utf-8")
+    for text in (text for page, text in PAGES.items() if "notes" not in page.parts):
         named = re.findall(r"(?<![\w/.:])jitgemm(?:\.\w+)+", text)
         for module, imported in re.findall(r"^ *from (jitgemm[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
             named += [f"{module}.{name.strip()}" for name in imported.split(",")]

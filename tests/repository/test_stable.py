@@ -5,9 +5,9 @@ for a release: a minor version may add to it, and take nothing from it."""
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import json
+import pydoc
 import re
 from pathlib import Path
 
@@ -27,16 +27,9 @@ OPTIONAL = "jitgemm.hf."
 
 def found(name: str) -> object:
     """What a dotted name of docs/api.rst is."""
-    parts = name.split(".")
-    for at in range(len(parts) - 1, 0, -1):
-        try:
-            value: object = importlib.import_module(".".join(parts[:at]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[at:]:
-            value = getattr(value, part)
-        return value
-    raise AssertionError(f"{name} is gone")
+    value = pydoc.locate(name)
+    assert value is not None, f"{name} is gone"
+    return value
 
 
 def parameters(value: object) -> dict[str, bool] | None:
