@@ -14,12 +14,12 @@ from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.codes import EXPONENT_GROUP, FACTOR_GROUP, typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ROTATION, check_sums
 from jitgemm.nn.layers.packed import check_sums_of
-from jitgemm.tensors import check_dtype, check_flag, check_int
+from jitgemm.tensors import check_dtype, check_flag
 from jitgemm.weight import quantize_mxfp4 as mxfp4
 from jitgemm.weight import quantize_two_level as two_level
 from jitgemm.weight.pack import check_group_size
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
-from jitgemm.weight.quantize import quantize_w4, quantize_w8
+from jitgemm.weight.quantize import check_block, check_clip_steps, quantize_w4, quantize_w8
 
 
 class Quantiser(NamedTuple):
@@ -115,8 +115,9 @@ class Recipe:
                 raise TypeError(f"{name}: expected none with {other}, got {value!r}")
             if value is not None and name in _FLAGS:
                 check_flag(name, value)
-            if value is not None and name in ("clip_steps", "block"):
-                check_int(name, value)
+        if self.clip_steps is not None:
+            check_clip_steps(self.clip_steps)
+        check_block(self.block)
         if self.group_size is not None and check_group_size(self.group_size, GROUP_SIZES[-1]) < GROUP_SIZES[0]:
             wanted = f"one of {GROUP_SIZES}, or in_features or more for a scale per row"
             raise ValueError(f"group_size: expected {wanted}, got {self.group_size}")

@@ -30,6 +30,21 @@ CLIP_STEPS = 32
 MAX_CLIP_STEPS = 1000
 
 
+def check_clip_steps(steps: object) -> int:
+    """The number, or TypeError or ValueError for one that is none of ranges to try."""
+    if (count := check_int("clip_steps", steps)) < 0:
+        raise ValueError(f"clip_steps: expected at least 0, got {count}")
+    if count > MAX_CLIP_STEPS:
+        raise ValueError(f"clip_steps: expected at most {MAX_CLIP_STEPS}, got {count}")
+    return count
+
+
+def check_block(block: object) -> None:
+    """Raises TypeError or ValueError for a block of 8-bit weights that no kernel reads."""
+    if block is not None and check_int("block", block) != BLOCK:
+        raise ValueError(f"block: expected None or {BLOCK}, got {block!r}")
+
+
 def quantize_w4(
     w: torch.Tensor, group_size: int | str, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16,
     full_range: bool = True, positive_scales: bool = False, clip_steps: int = CLIP_STEPS,
@@ -86,11 +101,7 @@ def quantize_w4(
     check_flag("positive_scales", positive_scales)
     check_flag("act_order", act_order)
     check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
-    group_size, clip_steps = check_group_size(group_size, k), check_int("clip_steps", clip_steps)
-    if clip_steps < 0:
-        raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
-    if clip_steps > MAX_CLIP_STEPS:
-        raise ValueError(f"clip_steps: expected at most {MAX_CLIP_STEPS}, got {clip_steps}")
+    group_size, clip_steps = check_group_size(group_size, k), check_clip_steps(clip_steps)
     format_group(k, group_size)
     _check_moments(moments, w)
     if w.dim() == 3:
@@ -142,8 +153,7 @@ def quantize_w8(
     n, k = _check_weight(w, rotation)
     check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     grid = Rows(lhs_dtype)
-    if block is not None and check_int("block", block) != BLOCK:
-        raise ValueError(f"block: expected None or {BLOCK}, got {block!r}")
+    check_block(block)
     _check_moments(moments, w)
     if moments is not None and block is not None:
         raise ValueError("moments: expected none with block, whose scales are shared by rows, got some")
