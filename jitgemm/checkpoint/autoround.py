@@ -74,7 +74,8 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
         size = settings["group_size"]  # of blocks, of the whole weight (0) or a row
         if isinstance(size, (list, tuple)):
             return settings | {"quant_method": "fp8", "weight_block_size": block_of("group_size", size)}
-        check_kind("group_size", size)
+        if check_kind("group_size", size) not in (None, -1, 0):
+            raise ValueError(f"group_size: expected -1, 0 or that of a block with data_type {data_type!r}, got {size}")
         return settings | {"quant_method": "fp8", "strategy": "tensor" if size == 0 else "channel"}
     if family not in _METHODS:
         raise ValueError(f"packing_format: expected auto_round with {', '.join(_METHODS)}, got {packing!r}")

@@ -85,6 +85,9 @@ class _Awq(Gptq):
         q, zero = (unpack_nibbles(tensors[name], 1, order=order) for name in ("qweight", "qzeros"))
         if scheme.form == "gemv":
             groups = ceil_div(k, group_size)
+            padding = not bool(scale[:, groups - 1].any() | zero[:, groups - 1].any())
+            if padding or bool(scale[:, groups:].any()):
+                raise ValueError(f"group_size: expected the groups that scales hold, got {groups} of {group_size}")
             scale, zero = scale[:, :groups], zero[:, :groups]
         else:
             q, scale, zero = q.T, scale.T, zero.T

@@ -98,8 +98,10 @@ class _CompressedTensors(Format):
         config = config or {}
         if setting(config, "quant_method") not in (None, METHOD):
             return False
-        if "weight_packed" in names:  # of NVFP4: see nvfp4.py
-            return "weight_global_scale" not in names
+        if (packed := names.get("weight_packed")) is not None:
+            scale = names.get("weight_scale")
+            e4m3 = packed.dtype == torch.uint8 and scale is not None and scale.dtype == torch.float8_e4m3fn
+            return not e4m3 and "weight_global_scale" not in names  # of NVFP4: see nvfp4.py
         plain, listed = names.get("weight"), config.keys() & {"config_groups", "weights"} and "quant_algo" not in config
         if plain is None or "weight_scale" not in names or {"weight_scale_2", "qweight"} & set(names):
             return False
@@ -155,7 +157,7 @@ class _CompressedTensors(Format):
         return Scheme(
             self.name,
             code,
-            -1 if strategy in ("channel", "tensor") else size if size and size > 0 else None,
+            -1 if strategy in ("channel", "tensor") else size,
             strategy,
             block,
             zero_points=symmetric is False
@@ -361,6 +363,8 @@ def _weights_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tupl
         )
     if strategy not in (None, *may.strategies):
         raise ValueError(f"weights: expected strategy {', '.join(may.strategies)}, got {strategy!r}")
+    if strategy in ("channel", "tensor") and weights.get("group_size") not in (None, -1):
+        raise ValueError(f"weights: expected no group_size with strategy {strategy}, got {weights['group_size']!r}")
     if may.symmetric and weights.get("symmetric") is False:
         raise ValueError("weights: expected symmetric: true with type 'float', got false")
     return weights, code, block_of("block_structure", weights.get("block_structure")) if strategy == "block" else None

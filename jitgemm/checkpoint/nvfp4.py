@@ -98,9 +98,10 @@ class _Nvfp4(Format):
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
-    """Which of the forms the tensors, or their headers, have, whatever the scale of the tensor is; None for none."""
+    """Which of the forms the tensors, or their headers, have, whatever the scale of the tensor is, or none; None for
+    none of the forms."""
     for form, layout in _FORMS.items():
-        if (name := _WHOLE[form]) in names and fits(names, {own: layout[own] for own in layout if own != name}):
+        if fits(names, {own: layout[own] for own in layout if own != _WHOLE[form]}):
             return form
     return None
 

@@ -5,7 +5,7 @@
     weight             int32 [k, n / 8]    int4 (two's complement) or uint4, eight along n to a word: AWQ's order with
                                            pack_method "reorder", else the low nibble first
     weight_scale       floats [G, n]
-    weight_zero_point  int32 [G, n / 8]    as weight; may be absent
+    weight_zero_point  int32 [G, n / 8]    as weight; zeros, or absent, in a symmetric file of int4
 
     weight = (q - zero) * scale
 
@@ -16,7 +16,7 @@
     global_quant_config      settings of all other layers
 
     settings    weight, input_tensors: dtype, qscheme (per_tensor, per_channel, per_group, per_block), group_size,
-                block_size, is_dynamic
+                block_size, symmetric, is_dynamic
 
 Read from Quark 0.13 (quant_config_parser.py, config.py, utils/pack.py, realquantizer.py). Zero points in floats, int4
 with a scale for a row and scales of scales raise.
@@ -46,9 +46,9 @@ _TYPES = {
 
 
 def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    """What a Quark config says of the layer called prefix, as {quant_method, dtype, pack_method, weight_block_size,
-    input_activations} with the last in compressed-tensors' words; any other config as it is. Raises ValueError for a
-    setting of another kind."""
+    """What a Quark config says of the layer called prefix, as {quant_method, dtype, symmetric, pack_method, group_size,
+    weight_block_size, input_activations} with the last in compressed-tensors' words; any other config as it is. Raises
+    ValueError for a setting of another kind."""
     if config is None or setting(config, "quant_method") != METHOD:
         return config
     layers = setting(config, "layer_quant_config", default={})
@@ -65,8 +65,10 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     else:
         settings = setting(config, "global_quant_config", default={})
     weight, inputs = (setting(settings, name, default={}) for name in ("weight", "input_tensors"))
-    said["dtype"] = setting(weight, "dtype")
+    said |= {name: setting(weight, name) for name in ("dtype", "symmetric")}
     said["pack_method"] = setting(setting(config, "export"), "pack_method")
+    if setting(weight, "qscheme", default="per_group") == "per_group":
+        said["group_size"] = setting(weight, "group_size")
     if setting(weight, "qscheme") == "per_block":
         said["weight_block_size"] = block_of("block_size", weight.get("block_size"))
     if inputs:
@@ -95,13 +97,14 @@ class _Quark(Format):
             raise ValueError(f"weight: expected dtype 'int4' or 'uint4' in the config of one in int32, got {dtype!r}")
         if method not in ("reorder", "order"):
             raise ValueError(f"pack_method: expected reorder or order, got {method!r}")
-        inputs, settings = inputs_of(config, "int4", headers), config or {}
-        return Scheme(self.name, zero_points=True, form=f"{dtype} {method}", inputs=inputs, settings=settings)
+        inputs, settings, size = inputs_of(config, "int4", headers), config or {}, setting(config, "group_size")
+        form = f"{dtype} {method}"
+        return Scheme(self.name, "int4", size, zero_points=True, form=form, inputs=inputs, settings=settings)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         return {
             "weight": stored(INT32, K, N / 8), "weight_scale": stored(FLOATS, G, N),
-            "weight_zero_point": stored(INT32, G, N / 8, optional=True), **scheme.static,
+            "weight_zero_point": stored(INT32, G, N / 8, optional=_signed(scheme)), **scheme.static,
         }  # fmt: skip
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
@@ -110,8 +113,13 @@ class _Quark(Format):
         names = [name for name in ("weight", "weight_zero_point") if name in tensors]
         q, *zeros = ((unpack_nibbles(tensors[name], 1, order=order) ^ middle).T.contiguous() for name in names)
         scale = tensors["weight_scale"].T.contiguous()
-        zero = zeros[0] if zeros else torch.full_like(scale, middle, dtype=torch.uint8)
+        zero = zeros[0] if zeros else torch.full_like(scale, 8, dtype=torch.uint8)
         return integer_zero(q, scale, zero, size, name="weight_zero_point")
+
+
+def _signed(scheme: Scheme) -> bool:
+    """Whether a file without zero points means zeros. Quark writes those of all integers."""
+    return scheme.form.startswith("int4") and setting(scheme.settings, "symmetric") is not False
 
 
 FORMAT = _Quark()

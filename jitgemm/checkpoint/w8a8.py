@@ -39,6 +39,7 @@ from jitgemm.checkpoint.format import (
     Inputs,
     Scheme,
     block_of,
+    check_setting,
     inputs_of,
     setting,
 )
@@ -93,6 +94,8 @@ class _W8A8(Format):
             inputs_of(config, code, headers, block is not None),
             EXPONENT_GROUP if strategy == "group" else -1,
         )
+        if strategy == "group" and setting(config, "quant_method") == quark.METHOD:
+            check_setting(config, EXPONENT_GROUP, "group_size")
         mixed = strategy == "group" and _algorithm(config) == _MIXED  # of MiniMax-M3's linears
         if (mixed or _is_mxfp8(config)) and "input_activations" not in config:  # of Quark's
             inputs = Inputs.of(PRESETS[_MXFP8][1])

@@ -101,8 +101,7 @@ def test_what_is_missing_or_does_not_fit_is_named_and_no_other_weight_of_this_si
             except ValueError as error:
                 assert re.search(rf"\b({'|'.join(case.tensors)}|format|s1_szeros)\b", str(error)), (suffix, error)
                 continue
-            symmetric = suffix == "weight_zero_point" and other is None  # as Quark means a file without them
-            same = found.shape == case.weight.shape and not symmetric
+            same = found.shape == case.weight.shape
             assert not same or torch.equal(found, case.weight.float().double()), suffix
 
 
@@ -134,6 +133,15 @@ def settings(config: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
         yield from settings(value, (*at, name))
 
 
+def with_setting(config: Any, path: tuple[str, ...], value: Any) -> Any:
+    """A copy that holds another value there."""
+    holder = copied = copy.deepcopy(config)
+    for each in path[:-1]:
+        holder = holder[each]
+    holder[path[-1]] = value
+    return copied
+
+
 KINDS: tuple[Any, ...] = ("x", 7, True, False, 1.5, -3, ["x"], [None], [1], [], {"x": 1}, {"x": {"y": []}}, {})
 
 
@@ -147,17 +155,25 @@ def test_a_setting_of_another_kind_is_named_or_changes_no_weight(case):
         for other in KINDS:
             if isinstance(other, type(value)) or (isinstance(value, int) and isinstance(other, int)) or value is None:
                 continue
-            config = copy.deepcopy(case.config)
-            holder = config
-            for each in path[:-1]:
-                holder = holder[each]
-            holder[path[-1]] = other
             try:
-                found = read(case, config)
+                found = read(case, with_setting(case.config, path, other))
             except (ValueError, TypeError) as error:
                 assert re.search(name if "|" in name else re.escape(name), str(error)), (path, other, error)
             else:
                 assert torch.equal(found, case.weight.float().double()), (path, other)
+
+
+OF_OTHERS = {"input_activations", "input_tensors", "global_quant_config", "*down_proj", "*up_proj", "extra_config"}
+
+
+@of_every_case
+def test_a_group_size_that_the_tensors_contradict_is_named(case):
+    for path, value in settings(case.config):
+        if path[-1] != "group_size" or OF_OTHERS & {*path} or isinstance(value, list):
+            continue
+        for other in {16, 64, 128, -1} - ({value, -1} if value in (None, 0, dialects.K) else {value}):
+            with pytest.raises(ValueError, match=r"group_size|scales?\b.* expected"):
+                read(case, with_setting(case.config, path, other))
 
 
 BESIDE = [

@@ -129,6 +129,9 @@ REFUSED = [
       for value in (0.0, -1.0, torch.inf, torch.nan)),
     *((TENSORS | {f"{LAYER}.weight_global_scale": torch.tensor([value])}, None, "weight_global_scale: expected a positive")
       for value in (0.0, -1.0, torch.inf, torch.nan)),
+    *(({each: tensor for each, tensor in whole.items() if not each.endswith(name)}, settings, f"{name}: .*found none")
+      for whole, name, said in ((TENSORS, "weight_global_scale", config()), (OTHER, "weight_scale_2", modelopt()))
+      for settings in (said, None)),
 ]  # fmt: skip
 
 

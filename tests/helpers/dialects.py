@@ -242,7 +242,7 @@ def cases() -> dict[tuple[str, str, str], Case]:
         ("INT4", "Quark", "int4"): (
             {"weight": checkpoints.words((ZEROS.q - 8).T, 1, order=files_awq.ORDER), "weight_scale": ZEROS.scale.T,
              "weight_zero_point": checkpoints.words((ZEROS.zero - 8).T, 1, order=files_awq.ORDER)},
-            _quark("int4", "per_group", group_size=64), ZEROS.weight,
+            _quark("int4", "per_group", group_size=64, symmetric=False), ZEROS.weight,
         ),
         ("INT4", "Quark", "uint4, in order"): (
             {"weight": checkpoints.words(ZEROS.q.T, 1), "weight_scale": ZEROS.scale.T,
