@@ -243,6 +243,7 @@ def speeds(rows: Sequence[tuple[str, int, str, str]], ranges: dict[str, tuple[in
 SERVED = (
     ("llama8b", "rotated two levels from bf16, next to FP8", 0, 'jitgemm:{"scheme":"two-level","rotation":128}', "fp8"),
     ("llama8b", "groups of 128 and e4m3, next to FP8", 0, 'jitgemm:{"group_size":128}', "fp8"),
+    ("qwen3-30b", "rotated two levels from bf16, next to FP8", 2, "jitgemm", "fp8"),
     ("gpt-oss-120b", "next to vLLM's choice", 1, "jitgemm", "vllm"),
     ("gpt-oss-120b", "next to humming", 1, "jitgemm", "humming"),
 )
@@ -571,7 +572,7 @@ GRID_HUMMING = (
     ("mxfp4_ch", "MXFP4, a base a row; humming's per token", "hum_mxfp4"),
 )
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
-    "served": ("vllm_two_level_h200 vllm_h200", partial(served, SERVED)),
+    "served": ("vllm_two_level_h200 vllm_h200 vllm_qwen_h200", partial(served, SERVED)),
     "speeds": ("h200 peers_h200", partial(speeds, SPEEDS, RANGES)),
     "experts-speeds": ("moe_h200 moe_mxfp4_h200", partial(speeds, EXPERTS_SPEEDS, FEW_OR_MANY)),
     "experts-layer": ("moe_layer_w8_h200", partial(
@@ -615,6 +616,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
                   "collectives", "nvlink_us": "nvlink", "any_us": "any number"})),
     "vllm": ("vllm_h200", partial(engines, VLLM_ENGINES)),
     "vllm-two-level": ("vllm_two_level_h200", partial(engines, VLLM_ENGINES)),
+    "vllm-qwen": ("vllm_qwen_h200", partial(engines, VLLM_ENGINES)),
     "vllm-ratios": ("vllm_h200", partial(served, VLLM_RATIOS)),
     "sglang-ratios": ("sglang_h200 sglang_h100", partial(served, SGLANG_RATIOS, engine="SGLang")),
     "sglang": ("sglang_h200", partial(engines, SGLANG_ENGINES)),
