@@ -154,20 +154,15 @@ class _CompressedTensors(Format):
         stored_as = _KINDS[code]
         symmetric, size = weights.get("symmetric"), weights.get("group_size")
         strategy = weights.get("strategy") or "group"
+        by_file = symmetric is None and stored_as.zeros_by_file and "weight_zero_point" in headers
         return Scheme(
-            self.name,
-            code,
-            -1 if strategy in ("channel", "tensor") else size,
-            strategy,
-            block,
-            zero_points=symmetric is False
-            or (symmetric is None and stored_as.zeros_by_file and "weight_zero_point" in headers),
+            self.name, code, -1 if strategy in ("channel", "tensor") else size, strategy, block,
+            zero_points=symmetric is False or by_file,
             ordered=weights.get("actorder") in (True, "group", "dynamic") or "weight_g_idx" in headers,
             inputs=inputs_of(config, code, headers),
             form="fp4" if stored_as.words is torch.uint8 else "packed" if packed else "",
-            transforms=transforms,
-            settings=config,
-        )
+            transforms=transforms, settings=config,
+        )  # fmt: skip
 
     def _found(self, headers: Mapping[str, Any], scheme: Scheme) -> dict[str, TensorLayout]:
         """The forms that scales and zero points have in a file."""

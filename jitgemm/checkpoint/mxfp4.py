@@ -28,8 +28,9 @@ import torch
 
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, check_setting, setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, setting
 from jitgemm.checkpoint.layouts import BYTES, G, K, N, TensorLayout, fits, stored
+from jitgemm.checkpoint.quark import check_group
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
 
@@ -62,8 +63,7 @@ class _Mxfp4(Format):
             raise ValueError("weight: expected MXFP4's tensors, of bytes with e8m0 scales for 32 k, got others")
         if (dtype := setting(config, "expert_dtype", default="fp4")) != "fp4":
             raise ValueError(f"expert_dtype: expected 'fp4', as the tensors are, got {dtype!r}")
-        if method == "quark":
-            check_setting(config, EXPONENT_GROUP, "group_size")
+        check_group(config)
         deepseek = form in ("scale", "weight_scale_inv") or method == "fp8"
         inputs = _BLOCKS if deepseek else _inputs(config or {}, headers)
         return Scheme(self.name, "e2m1", EXPONENT_GROUP, inputs=inputs, form=form, settings=config or {})

@@ -119,12 +119,8 @@ def _of_modelopt(config: Mapping[str, Any], named: bool) -> Inputs | None:
 def _of_compressed_tensors(config: Mapping[str, Any], prefix: str) -> Inputs | None:
     scheme = for_layer(config, prefix)
     weights = scheme.get("weights") or {}
-    for key, expected in (
-        ("num_bits", 4),
-        ("type", "float"),
-        ("strategy", "tensor_group"),
-        ("group_size", SCALE_GROUP),
-    ):
+    of_nvfp4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": SCALE_GROUP}
+    for key, expected in of_nvfp4.items():
         if weights and weights.get(key) != expected:
             raise ValueError(f"weights: expected {key} {expected!r}, as NVFP4's tensors have, got {weights.get(key)!r}")
     if weights.get("symmetric") is False or weights.get("dynamic"):

@@ -32,8 +32,9 @@ import torch
 
 from jitgemm.checkpoint.bits import AWQ_ORDER, integer_zero, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, inputs_of, setting
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, block_of, check_setting, inputs_of, setting
 from jitgemm.checkpoint.layouts import FLOATS, INT32, G, K, N, TensorLayout, stored
+from jitgemm.kernel.codes import EXPONENT_GROUP
 
 METHOD = "quark"
 _TYPES = {
@@ -65,10 +66,8 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     else:
         settings = setting(config, "global_quant_config", default={})
     weight, inputs = (setting(settings, name, default={}) for name in ("weight", "input_tensors"))
-    said |= {name: setting(weight, name) for name in ("dtype", "symmetric")}
+    said |= {name: setting(weight, name) for name in ("dtype", "symmetric", "group_size")}
     said["pack_method"] = setting(setting(config, "export"), "pack_method")
-    if setting(weight, "qscheme", default="per_group") == "per_group":
-        said["group_size"] = setting(weight, "group_size")
     if setting(weight, "qscheme") == "per_block":
         said["weight_block_size"] = block_of("block_size", weight.get("block_size"))
     if inputs:
@@ -80,6 +79,12 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
             "dynamic": dynamic, "group_size": setting(inputs, "group_size"),
         }  # fmt: skip
     return said
+
+
+def check_group(config: Config) -> None:
+    """Raises ValueError for a config of Quark's with other groups than the 32 columns that share an e8m0."""
+    if setting(config, "quant_method") == METHOD:
+        check_setting(config, EXPONENT_GROUP, "group_size")
 
 
 class _Quark(Format):
@@ -97,14 +102,14 @@ class _Quark(Format):
             raise ValueError(f"weight: expected dtype 'int4' or 'uint4' in the config of one in int32, got {dtype!r}")
         if method not in ("reorder", "order"):
             raise ValueError(f"pack_method: expected reorder or order, got {method!r}")
-        inputs, settings, size = inputs_of(config, "int4", headers), config or {}, setting(config, "group_size")
-        form = f"{dtype} {method}"
-        return Scheme(self.name, "int4", size, zero_points=True, form=form, inputs=inputs, settings=settings)
+        more: Any = {"inputs": inputs_of(config, "int4", headers), "settings": config or {}, "zero_points": True}
+        return Scheme(self.name, "int4", setting(config, "group_size"), form=f"{dtype} {method}", **more)
 
     def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
+        signed = scheme.form.startswith("int4") and setting(scheme.settings, "symmetric") is not False
         return {
             "weight": stored(INT32, K, N / 8), "weight_scale": stored(FLOATS, G, N),
-            "weight_zero_point": stored(INT32, G, N / 8, optional=_signed(scheme)), **scheme.static,
+            "weight_zero_point": stored(INT32, G, N / 8, optional=signed), **scheme.static,
         }  # fmt: skip
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
@@ -115,11 +120,6 @@ class _Quark(Format):
         scale = tensors["weight_scale"].T.contiguous()
         zero = zeros[0] if zeros else torch.full_like(scale, 8, dtype=torch.uint8)
         return integer_zero(q, scale, zero, size, name="weight_zero_point")
-
-
-def _signed(scheme: Scheme) -> bool:
-    """Whether a file without zero points means zeros. Quark writes those of all integers."""
-    return scheme.form.startswith("int4") and setting(scheme.settings, "symmetric") is not False
 
 
 FORMAT = _Quark()

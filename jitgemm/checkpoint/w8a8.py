@@ -32,17 +32,7 @@ import torch
 from jitgemm.checkpoint import quark
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.compressed_tensors_config import PRESETS
-from jitgemm.checkpoint.format import (
-    Config,
-    Format,
-    Headers,
-    Inputs,
-    Scheme,
-    block_of,
-    check_setting,
-    inputs_of,
-    setting,
-)
+from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, block_of, inputs_of, setting
 from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, Dim, G, K, N, TensorLayout, stored
 from jitgemm.kernel.codes import EXPONENT_GROUP
 from jitgemm.kernel.formats import ceil_div
@@ -90,12 +80,10 @@ class _W8A8(Format):
                 raise ValueError(f"{key}: expected {' or '.join(known)}, got {got!r}")
         code, name, strategy, dims = _by_headers(config, headers)
         block = (_block(config) or _BLOCK) if strategy == "block" else None
-        inputs, size = (
-            inputs_of(config, code, headers, block is not None),
-            EXPONENT_GROUP if strategy == "group" else -1,
-        )
-        if strategy == "group" and setting(config, "quant_method") == quark.METHOD:
-            check_setting(config, EXPONENT_GROUP, "group_size")
+        inputs, size = inputs_of(config, code, headers, block is not None), -1
+        if strategy == "group":
+            size = EXPONENT_GROUP
+            quark.check_group(config)
         mixed = strategy == "group" and _algorithm(config) == _MIXED  # of MiniMax-M3's linears
         if (mixed or _is_mxfp8(config)) and "input_activations" not in config:  # of Quark's
             inputs = Inputs.of(PRESETS[_MXFP8][1])

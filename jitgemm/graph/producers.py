@@ -257,10 +257,7 @@ def _half(part: Node) -> tuple[Node, int, int] | None:
     return (root_of(root), start, end) if dim in (-1, value_of(root).dim() - 1) else None
 
 
-PRODUCERS: dict[Any, list[Producer]] = {
-    aten.mul.Tensor: [norm, _gate_mul],
-    aten.rms_norm.default: [_whole_norm],
-}
+PRODUCERS: dict[Any, list[Producer]] = {aten.mul.Tensor: [norm, _gate_mul], aten.rms_norm.default: [_whole_norm]}
 """By operator; of a result of several, by theirs, and of one that writes into an argument, by the operator that
 `auto_functionalized` calls. A plug-in adds its own with `add_producer`."""
 if hasattr(aten, "_fused_rms_norm"):

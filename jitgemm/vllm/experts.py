@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe import (
-    FusedMoEActivationFormat,
-    FusedMoEExpertsModular,
-    FusedMoEMethodBase,
-)
+from vllm.model_executor.layers.fused_moe import FusedMoEActivationFormat, FusedMoEExpertsModular, FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,

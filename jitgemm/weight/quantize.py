@@ -31,11 +31,9 @@ MAX_CLIP_STEPS = 1000
 
 
 def check_clip_steps(steps: object) -> int:
-    """The number, or TypeError or ValueError for one that is none of ranges to try."""
-    if (count := check_int("clip_steps", steps)) < 0:
-        raise ValueError(f"clip_steps: expected at least 0, got {count}")
-    if count > MAX_CLIP_STEPS:
-        raise ValueError(f"clip_steps: expected at most {MAX_CLIP_STEPS}, got {count}")
+    """Raises TypeError or ValueError for what is no number of ranges to try."""
+    if not 0 <= (count := check_int("clip_steps", steps)) <= MAX_CLIP_STEPS:
+        raise ValueError(f"clip_steps: expected 0 to {MAX_CLIP_STEPS}, got {count}")
     return count
 
 

@@ -287,7 +287,7 @@ W = torch.zeros(8, 64)
         ((W[None, None], 32), {}, ValueError, "w: expected shape [n, k] or [experts, n, k], got [1, 1, 8, 64]"),
         ((torch.stack((W, W + 1e6)), 32), {"scale_dtype": torch.float16}, ValueError,
          "w[1]: expected scales within float16's 65504"),
-        ((W, 32), {"clip_steps": -1}, ValueError, "clip_steps: expected at least 0, got -1"),
+        ((W, 32), {"clip_steps": -1}, ValueError, "clip_steps: expected 0 to 1000, got -1"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(arguments, options, error, text):

@@ -26,10 +26,7 @@ from jitgemm.nn.quantize.replaceable import PACKED, Filter, Replaceable
 from jitgemm.nn.quantize.stacked import experts_layout
 from jitgemm.nn.report import some
 
-_IGNORABLE = {
-    rf"(^|\.){BESIDE}$": OF_BESIDE,
-    r"(^|\.)inv_freq$": "rotary frequencies, which the model computes",
-}
+_IGNORABLE = {rf"(^|\.){BESIDE}$": OF_BESIDE, r"(^|\.)inv_freq$": "rotary frequencies, which the model computes"}
 """Checkpoint tensors that are always ignored."""
 _OF_QUANTISED = ("g_idx", *INPUT_TENSORS)
 """What says nothing of a layer that the file has in floats, and some tools write there, too."""
