@@ -39,7 +39,9 @@ MAX_PERMUTED_K = 2**17
 ROW_CTAS = 4
 """CTAs, a cluster, that share a row where rows are few and long (docs/notes/quantiser.md)."""
 SHARED_WARPS = 12
-"""Warps that a row has at least where they share it."""
+"""Warps that a row has at least where they share it, unless it is rotated."""
+SCHEDULERS = 4
+"""Of an SM: warps that issue side by side. A row to rotate is shared where it has two warps for each and more."""
 _ROW_REGISTERS = 32
 """Of the 64 that each of 1024 threads has: what a row, the next one and the permutation may take."""
 
@@ -179,7 +181,7 @@ def quantize_spec(
 def quantize_specs(k: int, x: str, q: str, **options: Any) -> tuple[QuantizeSpec, ...]:
     """Every kernel that rows of k codes can need, whatever m is. Arguments as `quantize_spec`'s."""
     spec = quantize_spec(k, x, q, **options)
-    return (spec, *filter(None, (shared_spec(spec, k, ctas) for ctas in _row_ctas(spec))))
+    return tuple(filter(None, (spec, shared_spec(spec, k))))
 
 
 def check_correction(correction: object, q: str, block: bool, rotated: bool = False) -> None:
@@ -239,26 +241,33 @@ def most_threads(spec: QuantizeSpec) -> int:
     return MAX_THREADS // spec.ctas
 
 
-def _row_ctas(spec: QuantizeSpec) -> tuple[int, ...]:
-    """How many CTAs may share a row, the most first. To rotate 14336 values is 784 cycles of an SM's additions."""
-    return (ROW_CTAS, 2) if spec.rotated else (ROW_CTAS,)
-
-
-def shared_spec(spec: QuantizeSpec, k: int, ctas: int = ROW_CTAS) -> QuantizeSpec | None:
-    """The kernel whose rows have so many CTAs each; None where rows are too short for that, or read twice."""
+def shared_spec(spec: QuantizeSpec, k: int) -> QuantizeSpec | None:
+    """The kernel whose rows have several CTAs each; None where rows are too short for that, or read twice."""
     if spec.rows > 1 or spec.vectors == 0 or spec.permuted:
         return None
     warps = block_dims(spec, k)[0] // 32
-    # The CTAs hold a row as one CTA does, so that RMSNorm's sum keeps its order.
-    if warps < SHARED_WARPS or spec.rms_norm and warps % ctas:
+    if warps < (2 * SCHEDULERS if spec.rotated else SHARED_WARPS):
         return None
-    return replace(spec, ctas=ctas)
+    for ctas in (ROW_CTAS, 2) if spec.rotated else (ROW_CTAS,):
+        # The CTAs hold a row as one CTA does, so that RMSNorm's sum keeps its order.
+        if not (spec.rms_norm and warps % ctas):
+            return replace(spec, ctas=ctas)
+    return None
 
 
 def spec_for_rows(spec: QuantizeSpec, k: int, m: int, num_sms: int) -> QuantizeSpec:
-    """The kernel for m rows: several CTAs share each where that leaves none without an SM."""
-    shared = (shared_spec(spec, k, ctas) for ctas in _row_ctas(spec) if m * ctas <= num_sms)
-    return next(filter(None, shared), spec)
+    """The kernel for m rows: several CTAs share each where that leaves none without an SM.
+
+    Or, with a rotation, whose time is that of its instructions, where all warps can have a scheduler each.
+    """
+    shared = shared_spec(spec, k)
+    if shared is None:
+        return spec
+    if spec.rotated:
+        fits = m * (block_dims(spec, k)[0] // 32) <= SCHEDULERS * num_sms
+    else:
+        fits = m * shared.ctas <= num_sms
+    return shared if fits else spec
 
 
 def smem_bytes(spec: QuantizeSpec, k: int) -> int:

@@ -605,7 +605,7 @@ def every_spec(ks: tuple[int, ...]) -> list[tuple[int, QuantizeSpec]]:
     return [(k, spec) for spec, k in found.items()]
 
 
-ALL = every_spec((32, 256, 512, 1024, 2048, 8192, 14336, 16384, 28672, 32768, 65536))
+ALL = every_spec((32, 256, 512, 1024, 2048, 8192, 13312, 14336, 16384, 28672, 32768, 65536))
 
 
 def test_labels_tell_kernels_apart():
@@ -715,5 +715,8 @@ def test_ctas_share_a_row_where_rows_are_long_and_few():
     assert [ctas(14336, m, gate=SILU_MUL) for m in (1, 33, 34, 4096)] == [4, 4, 1, 1]
     assert ctas(1024, 1) == ctas(40960, 1) == ctas(14336, 1, permuted=True) == 1
     assert ctas(13824, 1, rms_norm=True) == 1  # 27 warps: the sum of squares keeps its order
-    assert [ctas(14336, m, rotated=True) for m in (1, 33, 34, 66, 67)] == [4, 4, 2, 2, 1]
+    most = {2048: 0, 3584: 0, 4096: 66, 5120: 52, 6144: 44, 8192: 33, 11008: 24, 14336: 18}  # a scheduler for each warp
+    for k, m in most.items():
+        assert [ctas(k, each, rotated=True) for each in (1, m, m + 1) if each] == [4 if m else 1, *[4] * (m > 0), 1]
     assert ctas(13312, 1, rotated=True, rms_norm=True) == 2  # 26 warps
+    assert len(quantize_specs(14336, "bf16", "s8", rotated=True)) == 2
