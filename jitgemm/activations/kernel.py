@@ -39,9 +39,8 @@ MAX_PERMUTED_K = 2**17
 ROW_CTAS = 4
 """CTAs, a cluster, that share a row where rows are few and long (docs/notes/quantiser.md)."""
 SHARED_WARPS = 12
-"""Warps that a row has at least where they share it, unless it is rotated."""
-SCHEDULERS = 4
-"""Of an SM: warps that issue side by side. A row to rotate is shared where it has two warps for each and more."""
+"""Warps that a row has at least where they share it; a row to rotate two for each scheduler."""
+SCHEDULERS = 4  # of an SM
 _ROW_REGISTERS = 32
 """Of the 64 that each of 1024 threads has: what a row, the next one and the permutation may take."""
 
@@ -243,16 +242,12 @@ def most_threads(spec: QuantizeSpec) -> int:
 
 def shared_spec(spec: QuantizeSpec, k: int) -> QuantizeSpec | None:
     """The kernel whose rows have several CTAs each; None where rows are too short for that, or read twice."""
-    if spec.rows > 1 or spec.vectors == 0 or spec.permuted:
+    warps, least = block_dims(spec, k)[0] // 32, 2 * SCHEDULERS if spec.rotated else SHARED_WARPS
+    if spec.rows > 1 or spec.vectors == 0 or spec.permuted or warps < least:
         return None
-    warps = block_dims(spec, k)[0] // 32
-    if warps < (2 * SCHEDULERS if spec.rotated else SHARED_WARPS):
-        return None
-    for ctas in (ROW_CTAS, 2) if spec.rotated else (ROW_CTAS,):
-        # The CTAs hold a row as one CTA does, so that RMSNorm's sum keeps its order.
-        if not (spec.rms_norm and warps % ctas):
-            return replace(spec, ctas=ctas)
-    return None
+    # The CTAs hold a row as one CTA does, so that RMSNorm's sum keeps its order.
+    counts = (ctas for ctas in (ROW_CTAS, 2)[: 1 + spec.rotated] if not (spec.rms_norm and warps % ctas))
+    return next((replace(spec, ctas=ctas) for ctas in counts), None)
 
 
 def spec_for_rows(spec: QuantizeSpec, k: int, m: int, num_sms: int) -> QuantizeSpec:
@@ -260,14 +255,9 @@ def spec_for_rows(spec: QuantizeSpec, k: int, m: int, num_sms: int) -> QuantizeS
 
     Or, with a rotation, whose time is that of its instructions, where all warps can have a scheduler each.
     """
-    shared = shared_spec(spec, k)
-    if shared is None:
-        return spec
-    if spec.rotated:
-        fits = m * (block_dims(spec, k)[0] // 32) <= SCHEDULERS * num_sms
-    else:
-        fits = m * shared.ctas <= num_sms
-    return shared if fits else spec
+    warps = block_dims(spec, k)[0] // 32
+    fits = m * warps <= SCHEDULERS * num_sms if spec.rotated else m * ROW_CTAS <= num_sms
+    return (shared_spec(spec, k) if fits else None) or spec
 
 
 def smem_bytes(spec: QuantizeSpec, k: int) -> int:
