@@ -108,8 +108,8 @@ def as_fp32(parts) -> torch.Tensor:
 @forms
 def test_experts_are_packed_as_each_is_in_chunks_and_stacked(monkeypatch, kind):
     parts = kind.parts(2, 200, 288, experts=3)
-    weight, tensors = parts.packed, [field.name for field in dataclasses.fields(parts)]
-    tensors = {name: value for name in tensors if isinstance(value := getattr(parts, name), torch.Tensor)}
+    weight, fields = parts.packed, {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
+    tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
     each = [dataclasses.replace(parts, **{name: value[e] for name, value in tensors.items()}).packed for e in range(3)]
     assert weight.experts == len(weight) == 3 and weight.shape == (3, 200, 288)
     assert all(map(same_weight, weight, each))
