@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import copy
 
+import model_folders as folders
 import pytest
 import torch
-from nn_experts import HIDDEN, INTER, TOP_K, E
+from nn_experts import INTER, TOP_K, E
 from stored_weights import FORMATS, compressed, rounded
 
 from jitgemm.nn import Gate, PackedExperts
 
 transformers = pytest.importorskip("transformers", minversion="5")
-SIZES = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTER,
-    "moe_intermediate_size": INTER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "num_experts": E,
-    "num_local_experts": E,
-    "num_experts_per_tok": TOP_K,
-    "pad_token_id": 0,
-}
+SIZES = folders.MOE | {
+    "moe_intermediate_size": INTER, "head_dim": 16, "vocab_size": 96, "pad_token_id": 0,
+    **dict.fromkeys(("num_experts", "num_local_experts"), E), "num_experts_per_tok": TOP_K,
+}  # fmt: skip
 DEEPSEEK = {
     "n_routed_experts": E, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "qk_nope_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1,

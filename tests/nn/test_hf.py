@@ -10,6 +10,7 @@ from pathlib import Path
 
 import checkpoints
 import dialects
+import model_folders as folders
 import pytest
 import stored_weights
 import torch
@@ -24,24 +25,12 @@ from jitgemm.nn import PackedExperts, W4A8Linear, W8A8Linear, load_, quantize_
 transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("jitgemm.hf")
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
-MOE = SIZES | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+OWN = {"pad_token_id": 0, "eos_token_id": None, "tie_word_embeddings": False}
 MODELS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES),
-    "tied llama": ("LlamaForCausalLM", "LlamaConfig", SIZES | {"tie_word_embeddings": True}),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", MOE),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", MOE),
+    "llama": ("Llama", folders.SIZES | OWN),
+    "tied llama": ("Llama", folders.SIZES | OWN | {"tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", folders.MOE | OWN),
+    "mixtral": ("Mixtral", folders.MOE | OWN),
 }
 TOKENS = torch.arange(1, 13)[None]
 LAYER = re.compile(r"layers\.\d+\..*(_proj|\.w[123])\.weight")
@@ -52,12 +41,11 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 def build(name: str) -> torch.nn.Module:
-    model, config, sizes = MODELS[name]
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        told = getattr(transformers, config)(**sizes)
-        return transformers.AutoModelForCausalLM.from_config(told, dtype=torch.bfloat16).eval()
+    kind, sizes = MODELS[name]
+    model = folders.model_of(kind, torch.float32, **sizes)
+    for parameter in model.parameters():  # and no buffer: the positions' frequencies stay as they are
+        parameter.data = parameter.data.bfloat16()
+    return model
 
 
 def mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -183,7 +171,7 @@ CASES = {" ".join(sorted(case.tensors)): case for case in dialects.cases().value
 @pytest.fixture(scope="module")
 def around_a_layer() -> torch.nn.Module:
     """A model with a place for the layer of `dialects`."""
-    sizes = SIZES | {"hidden_size": dialects.K, "intermediate_size": dialects.N, "num_hidden_layers": 1}
+    sizes = folders.SIZES | OWN | {"hidden_size": dialects.K, "intermediate_size": dialects.N, "num_hidden_layers": 1}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, dtype=torch.bfloat16)).bfloat16()
 
 

@@ -24,31 +24,19 @@ from jitgemm.nn import W4A8Linear, load_
 transformers = pytest.importorskip("transformers")
 quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0)
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-MOE = SIZES | {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SIZES = folders.SIZES | {"num_hidden_layers": 1, "vocab_size": 96, "pad_token_id": 0}
+MOE = folders.MOE | SIZES | {"num_local_experts": 8, "num_experts": 8}
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 96, "state_size": 16, "time_step_rank": 32}
 JAMBA = {"num_hidden_layers": 2, "mamba_dt_rank": 32, "attn_layer_period": 2, "attn_layer_offset": 1}
 JAMBA |= {"use_mamba_kernels": False}  # which transformers 4 asks for on a CPU
 JAMBA |= {"expert_layer_period": 2, "expert_layer_offset": 1}
 BLOOM = {"hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 96}
-WAVLM = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-WAVLM |= {"conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIGLIP = VISION | {"patch_size": 8, "num_patches": 16}
+WAVLM = VISION | {"conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
 WAVLM |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
-SIGLIP = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-SIGLIP |= {"patch_size": 8, "num_patches": 16}
-
 MOBILE_BERT = {"vocab_size": 96, "hidden_size": 64, "embedding_size": 32, "num_hidden_layers": 1}
 MOBILE_BERT |= {"intermediate_size": 64, "true_hidden_size": 32, "intra_bottleneck_size": 32}
-
 TOKENS = {"input_ids": torch.arange(12)[None]}
 MODELS = {
     "llama": ("Llama", SIZES, []),
