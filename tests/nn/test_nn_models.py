@@ -247,6 +247,10 @@ class Conv1D(torch.nn.Module):
 def test_nothing_to_convert_is_a_warning_that_says_why():
     with pytest.warns(UserWarning, match="(?s)no layer: the model holds no torch.nn.Linear.*1 Conv1D, which is no"):
         assert quantize(torch.nn.Sequential(Conv1D())) == []
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    quantize(model)
+    with pytest.warns(UserWarning, match="is a W4A8Linear already: 0"):  # and the model has no parameter
+        assert quantize(model) == []
 
 
 class Experts(torch.nn.Module):

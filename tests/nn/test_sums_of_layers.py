@@ -313,7 +313,7 @@ def sums_of(model: torch.nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("activation, sums", [("e4m3", "f16"), ("int8", "exact")])
-def test_quantize_and_load_set_sums(tmp_path, activation, sums):
+def test_quantize_and_load_set_sums(activation, sums):
     model = quantised(activation=activation, sums=sums)
     assert sums_of(model) == {sums}
     state = model.state_dict()
@@ -323,6 +323,10 @@ def test_quantize_and_load_set_sums(tmp_path, activation, sums):
         assert sums_of(other) == {expected}
     jitgemm.nn.load_(model, state)
     assert sums_of(model) == {sums}, "a layer that is loaded again stays as it is set"
+    other, wrong = Model(), "exact" if sums == "f16" else "f16"
+    with pytest.raises(ValueError, match=f"sums: .* got '{wrong}' with {activation} .layer "):
+        jitgemm.nn.load_(other, state, sums=wrong)
+    assert sums_of(other) == set(), "nothing was replaced"
 
 
 def test_weights_that_f16_does_not_hold_fall_back_with_one_warning_that_names_them():
