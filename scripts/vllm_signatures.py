@@ -28,11 +28,7 @@ BASES = (
 )
 """What the plug-in derives from: all methods are written down."""
 CLASSES = {
-    "vllm.model_executor.parameter": (
-        "BasevLLMParameter", "PackedvLLMParameter", "PackedColumnParameter", "ModelWeightParameter",
-        "GroupQuantScaleParameter", "ChannelQuantScaleParameter", "PerTensorScaleParameter", "RowvLLMParameter",
-        "BlockQuantScaleParameter",
-    ),
+    "vllm.model_executor.parameter": ("BasevLLMParameter", "ChannelQuantScaleParameter"),
     LAYERS + "linear": (
         "UnquantizedLinearMethod", "ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear",
         "QKVParallelLinear", "RowParallelLinear",
@@ -49,8 +45,6 @@ FUNCTIONS = (
     LAYERS + "fused_moe.modular_kernel:FusedMoEKernel.apply",
     LAYERS + "fused_moe.config:fp8_w8a8_moe_quant_config",
     LAYERS + "linear:register_weight_loader_v2_supported_method",
-    "vllm.model_executor.utils:set_weight_attrs",
-    "vllm.model_executor.model_loader.reload.layerwise:initialize_online_processing",
     "vllm.transformers_utils.config:get_safetensors_params_metadata",
     "vllm.config:get_current_vllm_config_or_none",
     "vllm.logger:init_logger",

@@ -18,7 +18,7 @@ def _standins() -> dict[str, ModuleType]:
     import vllm_standin as vllm
 
     class FusedMoE(vllm.RoutedExperts):
-        """SGLang's constructor and place of an expert; the loader is vLLM's."""
+        """SGLang's constructor and place of an expert."""
 
         def __init__(
             self, num_experts, hidden_size, intermediate_size, layer_id, top_k, params_dtype, quant_config, prefix,
@@ -28,18 +28,10 @@ def _standins() -> dict[str, ModuleType]:
             torch.nn.Module.__init__(self)
             for name in ("moe_tp_rank", "moe_tp_size", "moe_ep_rank", "moe_ep_size"):
                 setattr(self, name, getattr(PARALLEL, name))
-            self.params_dtype, self.top_k, self.num_experts, self.with_bias = (
-                params_dtype,
-                top_k,
-                num_experts,
-                with_bias,
-            )
-            self.layer_id = layer_id
+            self.params_dtype, self.top_k, self.layer_id = params_dtype, top_k, layer_id
+            self.num_experts, self.with_bias = num_experts, with_bias
             self.hidden_size, self.num_local_experts = hidden_size, num_experts // self.moe_ep_size
             self.intermediate_size_per_partition = intermediate_size // self.moe_tp_size
-            self.activation = SimpleNamespace(value="silu" if is_gated else "relu2_no_mul")
-            self.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_rank=self.moe_tp_rank))
-            self._manager = SimpleNamespace(map_global_to_local=self._map_global_expert_id_to_local_expert_id)
             said = dict.fromkeys(("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")) | {"gate_up_interleaved": True}
             self.moe_runner_config = SimpleNamespace(
                 activation=activation, is_gated=is_gated, params_dtype=params_dtype, no_combine=False,
@@ -70,10 +62,7 @@ def _standins() -> dict[str, ModuleType]:
     unquantized = {
         name: type(name, (vllm.Unquantized,), {}) for name in ("UnquantizedLinearMethod", "UnquantizedFusedMoEMethod")
     }
-    kinds = {name: type(name, (vllm.Parameter,), {}) for name in (
-        "BasevLLMParameter", "PackedvLLMParameter", "PackedColumnParameter", "ModelWeightParameter",
-        "ChannelQuantScaleParameter", "RowvLLMParameter", "BlockQuantScaleParameter",
-    )}  # fmt: skip
+    kinds = {name: type(name, (vllm.Parameter,), {}) for name in ("BasevLLMParameter", "ChannelQuantScaleParameter")}
     unquantized["UnquantizedFusedMoEMethod"].create_moe_runner = lambda self, layer, config: None
     linears = (
         "LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear",
@@ -82,7 +71,7 @@ def _standins() -> dict[str, ModuleType]:
     choices: list[str] = []
     modules = {
         "layers.linear": {name: getattr(vllm, name) for name in linears} | {"WEIGHT_LOADER_V2_SUPPORTED": vllm.SUPPORTED},
-        "layers": {"parameter": SimpleNamespace(**kinds, PerTensorScaleParameter=vllm.PerTensorScaleParameter)},
+        "layers": {"parameter": SimpleNamespace(**kinds)},
         "layers.quantization": {"QUANTIZATION_METHODS": {}},
         "layers.quantization.base_config": {
             "QuantizationConfig": type("QuantizationConfig", (), {}), "QuantizeMethodBase": object,

@@ -68,39 +68,13 @@ class Parameter(torch.nn.Parameter):
     def __new__(cls, data: torch.Tensor, **_: Any):
         return super().__new__(cls, data, requires_grad=False)
 
-    def __init__(self, data, weight_loader, output_dim=None, input_dim=None, packed_dim=None, packed_factor=1):
-        self.weight_loader, self.output_dim, self.input_dim = weight_loader, output_dim, input_dim
-        self.packed_dim, self.packed_factor = packed_dim, packed_factor
+    def __init__(self, data, weight_loader, output_dim=None):
+        self.weight_loader, self.output_dim = weight_loader, output_dim
 
-    def rows(self, count: int) -> int:
-        if type(self).__name__ == "BlockQuantScaleParameter":
-            return -(-count // 128)
-        return count // self.packed_factor if self.packed_dim == self.output_dim else count
-
-    def fill(self, loaded, start=0, count=None, part=None, rank=None):
+    def fill(self, loaded, start, count, rank):
         """Rows start.. of this parameter from a rank's part of a loaded tensor."""
-        if self.output_dim is None:
-            assert self.data.shape == loaded.shape
-            self.data.copy_(loaded)
-            return
-        count = self.data.shape[self.output_dim] if count is None else self.rows(count)
-        mine = self.data.narrow(self.output_dim, self.rows(start), count)
-        mine.copy_(loaded.narrow(self.output_dim, (RANK.rank if rank is None else rank) * count, count))
-
-    def fill_columns(self, loaded):
-        if self.input_dim is not None:
-            count = self.data.shape[self.input_dim]
-            loaded = loaded.narrow(self.input_dim, RANK.rank * count, count)
-        assert self.data.shape == loaded.shape
-        self.data.copy_(loaded)
-
-
-class PerTensorScaleParameter(Parameter):
-    def fill(self, loaded, start=0, count=None, part=None, rank=None):
-        self.data[... if part is None else part] = loaded.reshape(())
-
-    def fill_columns(self, loaded):
-        self.fill(loaded)
+        assert self.output_dim == 0
+        self.data[start : start + count] = loaded[rank * count : (rank + 1) * count]
 
 
 class LinearBase(torch.nn.Module):
@@ -137,16 +111,12 @@ class MergedColumnParallelLinear(LinearBase):
         super().__init__(*sizes, widths, bias, params_dtype, quant_config, prefix)
 
     def weight_loader_v2(self, param, loaded_weight, loaded_shard_id=None):
-        joined = loaded_shard_id is None and not isinstance(param, PerTensorScaleParameter)  # in the file
-        if joined and param.output_dim is not None:
-            start = 0
-            for part, width in enumerate(self.output_partition_sizes):
-                rows = param.rows(width * RANK.size)
-                self.weight_loader_v2(param, loaded_weight.narrow(param.output_dim, start, rows), part)
-                start += rows
-            return
-        part = loaded_shard_id or 0
-        param.fill(loaded_weight, sum(self.output_partition_sizes[:part]), self.output_partition_sizes[part], part)
+        start, widths = 0, self.output_partition_sizes
+        for part, width in enumerate(widths) if loaded_shard_id is None else ():  # joined in the file
+            self.weight_loader_v2(param, loaded_weight[start : start + width * RANK.size], part)
+            start += width * RANK.size
+        if loaded_shard_id is not None:
+            param.fill(loaded_weight, sum(widths[:loaded_shard_id]), widths[loaded_shard_id], RANK.rank)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -168,7 +138,7 @@ class QKVParallelLinear(LinearBase):
     def weight_loader_v2(self, param, loaded_weight, loaded_shard_id=None):
         part = "qkv".index(loaded_shard_id)
         start, count = sum(self.output_partition_sizes[:part]), self.output_partition_sizes[part]
-        param.fill(loaded_weight, start, count, part, self._kv_rank if part else None)
+        param.fill(loaded_weight, start, count, self._kv_rank if part else RANK.rank)
 
 
 def tensor_model_parallel_all_reduce(input_):
@@ -183,7 +153,7 @@ class RowParallelLinear(LinearBase):
         super().__init__(*sizes, [output_size], bias, params_dtype, quant_config, prefix)
 
     def weight_loader_v2(self, param, loaded_weight):
-        param.fill_columns(loaded_weight)
+        param.data.copy_(loaded_weight)
 
     def forward(self, input_):
         output = self.quant_method.apply(self, input_, None if self.tp_rank > 0 or self.skip_bias_add else self.bias)
@@ -195,7 +165,7 @@ SUPPORTED: list[str] = []
 
 
 class RoutedExperts(torch.nn.Module):
-    """Loads an expert's tensor into its place by the name and the attributes of the parameter."""
+    """Its own loader is called for no parameter of jitgemm's."""
 
     def __init__(
         self, layer_name, params_dtype, moe_config, quant_config, expert_map_manager,
@@ -207,7 +177,7 @@ class RoutedExperts(torch.nn.Module):
         self.activation, self.top_k = moe_config.activation, moe_config.experts_per_token
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.swiglu_limit, self.swiglu_alpha = swiglu_limit, swiglu_alpha
-        self._manager, self.expert_map = expert_map_manager, expert_map_manager.expert_map
+        self.expert_map = expert_map_manager.expert_map
         self.global_num_experts = moe_config.num_experts
         self.quant_method = quant_config.get_quant_method(self, layer_name)
         if hasattr(self.quant_method, "maybe_roundup_sizes"):
@@ -223,29 +193,7 @@ class RoutedExperts(torch.nn.Module):
         return None
 
     def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
-        expert = self._manager.map_global_to_local(expert_id)
-        if expert == -1:
-            return False
-        mine = param.data[expert]
-        single = mine.dim() == 0 or "weight_shape" in weight_name
-        if single or param.quant_method == "tensor" and "scale" in weight_name:
-            where = () if shard_id == "w2" or single else (0 if shard_id == "w1" else 1,)
-            param.data[(expert, *where)] = loaded_weight.reshape(mine.shape) if single else loaded_weight.reshape(())
-            return True
-        dim = int((shard_id == "w2") != param.is_transposed)
-        whole = (
-            shard_id == "w2" and param.quant_method == "channel" and ("scale" in weight_name or "zero" in weight_name)
-        )
-        if "g_idx" in weight_name:
-            dim, whole = 0, shard_id != "w2"
-        if not whole:
-            if shard_id != "w2" and not self.activation.value.endswith("_no_mul"):
-                half = mine.shape[dim] // 2
-                mine = mine.narrow(dim, half if shard_id == "w3" else 0, half)
-            count = mine.shape[dim]
-            loaded_weight = loaded_weight.narrow(dim, self.moe_config.moe_parallel_config.tp_rank * count, count)
-        mine.copy_(loaded_weight)
-        return True
+        raise AssertionError("the layer's own loader")
 
 
 class MoEActivation(enum.Enum):
@@ -409,23 +357,12 @@ def install() -> dict[str, ModuleType]:
         SUPPORTED.append(cls.__name__)
         return cls
 
-    def attributes(weight, weight_attrs):
-        for name, value in weight_attrs.items():
-            setattr(weight, name, value)
-
-    def online(layer):
-        """Weights come into being at once here, and are packed with all others."""
-        for name, param in list(layer._parameters.items()):
-            made = torch.nn.Parameter(torch.empty(param.shape, dtype=param.dtype), requires_grad=False)
-            made.__class__, made.__dict__ = type(param), dict(param.__dict__)
-            layer._parameters[name] = made
-
     def logger(name):
         found = logging.getLogger(name)
         found.warning_once, found.info_once = found.warning, found.info
         return found
 
-    kinds = {"PerTensorScaleParameter": PerTensorScaleParameter}
+    kinds: dict[str, type] = {}
     for path in SIGNATURES["classes"]:
         module, _, name = path.partition(":")
         if module.endswith("parameter"):
@@ -444,9 +381,7 @@ def install() -> dict[str, ModuleType]:
         "vllm.distributed.parallel_state": {"get_tp_group": lambda: None},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
         "vllm.transformers_utils.config": {"get_safetensors_params_metadata": lambda model, *, revision=None: {}},
-        "vllm.model_executor.utils": {"set_weight_attrs": attributes},
         "vllm.model_executor.parameter": kinds,
-        "vllm.model_executor.model_loader.reload.layerwise": {"initialize_online_processing": online},
         "vllm.model_executor.model_loader.reload.meta": {"SKIP_MODULES": set()},
         LAYERS + "quantization": {"register_quantization_config": register, "get_quantization_config": get},
         LAYERS + "quantization.base_config": {"QuantizationConfig": config, "QuantizeMethodBase": method},
