@@ -60,11 +60,11 @@ def layers_of(model):
     return found
 
 
-def save(folder, said, mixture, format_of=lambda layer: None, change=dict, tied=False, seed=0, head=False):
+def save(folder, said, mixture, change=dict, tied=False, seed=0, head=False):
     """A model's files, and its weights.
 
     said: a quantization_config, or its name in CONFIGS, "floats", or "saved" by jitgemm, its output layer too if `head`.
-    format_of: the config by which a layer is stored, None: the model's; change: the tensors.
+    change: the tensors.
     """
     folder.mkdir(exist_ok=True)
     if said == "saved":
@@ -77,12 +77,13 @@ def save(folder, said, mixture, format_of=lambda layer: None, change=dict, tied=
     tensors = {
         name: t for name, t in tensors.items() if ".experts." not in name and not (tied and name == "lm_head.weight")
     }
+    torch.manual_seed(seed)
     for number, (layer, size) in enumerate(layers_of(model).items()):
         if quantization is None:
             found = {"weight": torch.randn(size, dtype=BF16) / 16}
             dense[layer] = found["weight"].double()
         else:
-            found, dense[layer] = stored(format_of(layer) or quantization, *size, seed=seed + number)
+            found, dense[layer] = stored(quantization, *size, seed=seed + number)
         tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in found.items()}
     write(folder, model, change(tensors), quantization)
     return dense

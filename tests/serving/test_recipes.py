@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,20 +229,35 @@ def test_layers_that_a_recipe_leaves_and_its_output_embedding_are_those_of_warm_
     assert found == expected and found.keys() == {*LINEARS[:3], "lm_head"} and found["lm_head"][1] == "int8"
 
 
-@pytest.mark.parametrize("said", [{}, {"group_size": 128}, {"scheme": "two-level"}, {"scheme": "mxfp4"}], ids=str)
-def test_warm_up_for_an_engine_has_formats_of_columns_that_a_rank_quantises(tmp_path, said):
+ROTATED = {"scheme": "two-level", "rotation": 128}
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"group_size": 128}, {"scheme": "two-level"}, {"scheme": "mxfp4"}, ROTATED], ids=str
+)
+def test_warm_up_for_an_engine_has_formats_of_columns_that_a_rank_quantises(tmp_path, recwarn, said):
     """192 of 384 columns on each of two ranks: the second one's begin inside a group of the whole layer's."""
     folder = folder_of(tmp_path / "model", model_of("Llama", **LLAMA | {"intermediate_size": 384}))
     recipe, name = Recipe.of(said), "model.layers.0.mlp.down_proj"
     of_rank = recipe.for_columns(192)
     weight = floats(folder).get_submodule(name).weight.detach()
-    ahead = models_ahead(folder, "vllm", 2, recipe=recipe)
-    there = {(x.weight.k, x.weight.format) for model in ahead for n, x in model.named_modules() if "down_proj" in n}
+
+    def ahead(world):
+        models = models_ahead(folder, "vllm", world, recipe=recipe)
+        return {(x.weight.k, x.weight.format) for model in models for n, x in model.named_modules() if "down_proj" in n}
+
+    assert ahead(1) and not any("is left" in str(each.message) for each in recwarn)
+    there, left = ahead(2), said == ROTATED  # as no rank has whole blocks
+    assert any("down_proj is left to vLLM's own kernels" in str(each.message) for each in recwarn) == left
+    # As values decide.
+    assert len(there) == (0 if left else {"mxfp4": 3, "two-level": 1}.get(of_rank.scheme, 2 if said else 1))
     for number in range(2):
-        found = process(vllm.row(vllm.config(None, **said), 384, 64, {"weight": weight}, (number, 2), name)).weight
-        assert (found.k, found.format) in there
-        assert len(there) == {"mxfp4": 3, "two-level": 1}.get(of_rank.scheme, 2 if said else 1)  # as values decide
-        assert torch.equal(found.blocks, of_rank.apply(weight.chunk(2, 1)[number]).blocks)
+        layer = vllm.row(vllm.config(None, **said), 384, 64, {} if left else {"weight": weight}, (number, 2), name)
+        assert isinstance(layer.quant_method, vllm.Linear) != left
+        if not left:
+            found = process(layer).weight
+            assert (found.k, found.format) in there
+            assert torch.equal(found.blocks, of_rank.apply(weight.chunk(2, 1)[number]).blocks)
 
 
 @pytest.mark.parametrize("recipe", ["two-level", "two-level, rotated", "mxfp4", "mxfp4, rotated"])
@@ -266,23 +280,6 @@ def test_a_rank_quantises_its_experts_or_its_part_of_each(engine, split, recipe)
             mine = [torch.cat((gate, up), 1), w2.chunk(2, 2)[number]]
         for part, weight in zip((module.w13, module.w2), mine):
             assert same(part, weight, recipe, engine.label) and part.weight.rotation == (recipe.rotation or 0)
-
-
-def test_layers_whose_columns_on_a_rank_are_no_whole_blocks_are_left_and_not_warmed_up(tmp_path):
-    folder = folder_of(tmp_path / "model", model_of("Llama", **LLAMA | {"intermediate_size": 384}))
-    said, name = {"scheme": "two-level", "rotation": 128}, "model.layers.0.mlp.down_proj"
-    for world, whole in ((1, True), (2, False)):
-        layer = vllm.row(vllm.config(None, **said), 384, 64, None, (0, world), name)
-        assert isinstance(layer.quant_method, vllm.Linear) == whole
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ahead = [
-                each
-                for model in models_ahead(folder, "vllm", world, recipe=Recipe.of(said))
-                for each, _ in model.named_modules()
-            ]
-        assert any("down_proj" in each for each in ahead) == whole
-        assert any("down_proj is left to vLLM's own kernels" in str(each.message) for each in caught) != whole
 
 
 @pytest.mark.parametrize("rotation", [None, 128])

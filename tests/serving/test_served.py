@@ -528,6 +528,7 @@ OF_INPUTS = [
     (CONFIGS["fbgemm"] | {"activation_scale_ub": None}, "fbgemm", None, "e4m3", None),
     (CONFIGS["nvfp4"], "nvfp4", None, "e4m3", "jitgemm: the checkpoint's inputs of 4 bits .* e4m3; activation='e4m3' says"),
     (CONFIGS["nvfp4"], "nvfp4", "e4m3_block", "e4m3_block", None), (WEIGHTS_ALONE, "nvfp4", None, "e4m3", None),
+    (CONFIGS["float-quantized"], "float-quantized", "int8", "e4m3", None),
     *((*case, "e4m3", "e4m3", None) for case in OF_MX.values()),
     *((*case, None, "e4m3_block",
        "jitgemm: the checkpoint's MXFP8 inputs are quantised to 8 bits for each token and 128 k, e4m3_block; "

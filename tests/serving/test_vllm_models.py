@@ -94,7 +94,7 @@ def test_an_activation_order_survives_vllms_loaders(alone, tmp_path):
 
 @llama_or_moe
 @pytest.mark.parametrize("name", [
-    "packed", "packed-asymmetric", "packed-corrected", "int-quantized", "gptq", "awq", "fp8-blocks", "mxfp4", "quark",
+    "packed", "packed-asymmetric", "packed-corrected", "int-quantized", "gptq", "awq", "fp8-names", "fp8-blocks", "mxfp4", "quark",
     "modelopt-mxfp4", "nvfp4", "modelopt-nvfp4", "qserve", "torchao", "torchao-fp8", "bitblas", "executorch",
 ])  # fmt: skip
 def test_a_checkpoint_is_loaded_bit_for_bit(alone, tmp_path, name, moe):
@@ -152,19 +152,6 @@ def test_deepseek_v4_s_experts_are_loaded_bit_for_bit(alone, tmp_path, monkeypat
     shared = {name.rpartition(".")[2]: each for name, each in modules.items() if "shared_experts" in name}
     same(shared["gate_up_proj"].weight, torch.cat([dense["w1"], dense["w3"]]), True)
     same(shared["down_proj"].weight, dense["w2"], True)
-
-
-@llama_or_moe
-def test_fp8_per_tensor_is_loaded_by_transformers_names(alone, tmp_path, moe):
-    spelt = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
-
-    def change(tensors):
-        parts = {name: name.rpartition(".") for name in tensors}
-        return {f"{a}{dot}{spelt.get(last, last)}": tensors[name] for name, (a, dot, last) in parts.items()}
-
-    said = CONFIGS["fp8"] | {"weight_block_size": None}
-    dense = save(tmp_path, said, moe, lambda layer: CONFIGS["fp8"], change)
-    check(loaded(tmp_path), dense)
 
 
 def test_a_model_of_the_library_s_transforms_is_loaded_without_its_matrix(alone, tmp_path):
@@ -330,20 +317,6 @@ def test_the_output_layer_is_quantised_on_request(alone, tmp_path, tied):
     logits = model.lm_head.quant_method.apply(model.lm_head, x)[:, :96].double()
     wanted = x.double() @ expected.T
     assert (logits - wanted).norm() < 0.02 * wanted.norm()
-
-
-def test_layers_of_a_mixed_checkpoint_keep_their_own_formats(alone, tmp_path):
-    four, eight = scheme(), scheme("channel", None, format="float-quantized", num_bits=8, type="float")
-    groups = {
-        "four": four["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"], "format": "pack-quantized"},
-        "eight": eight["config_groups"]["group_0"] | {"targets": ["re:.*attn.*"], "format": "float-quantized"},
-    }
-    quantization = four | {"format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head"]}
-    dense = save(tmp_path, quantization, False, lambda layer: eight if "attn" in layer else four)
-    model = loaded(tmp_path)
-    check(model, dense)
-    layer = model.model.layers[0]
-    assert [m.jitgemm.weight.bits for m in (layer.self_attn.qkv_proj, layer.mlp.down_proj)] == [8, 4]
 
 
 def rank_of_two(rank, folder, cases):
