@@ -78,21 +78,18 @@ def test_without_zeros_the_type_of_the_codes_says_what_they_mean(config, zero):
     layers.assert_exactly(layers.read(FORMAT, tensors, PLAIN | config), layer.weight)
 
 
-@pytest.mark.parametrize(
-    ("mode", "change", "config", "message"),
-    [
-        ("quantized", {}, None, r"fast_decoding: expected true or false in the config"),
-        ("quantized", {}, {"fast_decoding": True, "A_dtype": "bfloat16"}, r"A_dtype: expected float16 or int8"),
-        ("quantized", {}, PLAIN | {"bits": 2}, r"bits: expected 4, got 2"),
-        ("quantized", {}, PLAIN | {"desc_act": True}, r"desc_act: expected False, got True"),
-        ("quantized", {}, PLAIN | {"zeros_mode": "original"}, r"zeros: expected floats \[n, G\] for zeros_mode"),
-        ("quantized", {"qweight": torch.zeros((2, 8, 16, 8), dtype=torch.int8)}, PLAIN, "qweight: .*propagate_b"),
-        ("original", {}, PLAIN, r"zeros_mode: expected original or rescale for float zeros, got None"),
-        ("original", {"zeros": None}, PLAIN, r"W_dtype: expected int4 or uint4"),
-        ("original", {"zeros": torch.full((32, 4), 2.0**-24).half()}, PLAIN | {"zeros_mode": "original"},
-         r"zeros: expected zeros_mode original to have integers"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mode", "change", "config", "message"), [
+    ("quantized", {}, None, r"fast_decoding: expected true or false in the config"),
+    ("quantized", {}, {"fast_decoding": True, "A_dtype": "bfloat16"}, r"A_dtype: expected float16 or int8"),
+    ("quantized", {}, PLAIN | {"bits": 2}, r"bits: expected 4, got 2"),
+    ("quantized", {}, PLAIN | {"desc_act": True}, r"desc_act: expected False, got True"),
+    ("quantized", {}, PLAIN | {"zeros_mode": "original"}, r"zeros: expected floats \[n, G\] for zeros_mode"),
+    ("quantized", {"qweight": torch.zeros((2, 8, 16, 8), dtype=torch.int8)}, PLAIN, "qweight: .*propagate_b"),
+    ("original", {}, PLAIN, r"zeros_mode: expected original or rescale for float zeros, got None"),
+    ("original", {"zeros": None}, PLAIN, r"W_dtype: expected int4 or uint4"),
+    ("original", {"zeros": torch.full((32, 4), 2.0**-24).half()}, PLAIN | {"zeros_mode": "original"},
+     r"zeros: expected zeros_mode original to have integers"),
+])  # fmt: skip
 def test_a_layer_that_cannot_be_read_is_refused(mode, change, config, message):
     tensors = packed(layers.layer(0), mode) | change
     with pytest.raises(ValueError, match=message):

@@ -108,51 +108,48 @@ def refused(tensors, settings=None):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (config(scheme(num_bits=2)), "weights: expected num_bits 4 or 8 and type 'int' or 'float', got 2 and 'int'"),
-        (config(scheme(type="float")), "weights: expected strategy group and group_size 32, as MXFP4 has, .*got 'group' and 128"),
-        (config(scheme("tensor_group", type="float")), "as MXFP4 has, .*got 'tensor_group' and None \\(NVFP4's tensors are"),
-        (config(scheme(type="float", group_size=32, symmetric=False)), "weights: expected symmetric: true with type 'float'"),
-        (config(scheme(type="float", group_size=32)), "weight_packed: expected uint8 \\[n, k / 2\\], got int32"),
-        (config(scheme("block")), "weights: expected strategy group, channel, tensor, got 'block'"),
-        (config(scheme("tensor_group")), "weights: expected strategy group, channel, tensor, got 'tensor_group'"),
-        (config(scheme(group_size=64)), "weight_scale: expected 4 columns for k = 256 and group_size 64, got 2"),
-        (config(scheme("channel")), "weight_scale: expected 1 columns for k = 256"),
-        (config(scheme(symmetric=False)), "weight_zero_point: expected the tensor, as the config says"),
-        (config(format="marlin-24"), "format: expected pack-quantized, int-quantized, .*got 'marlin-24'"),
-        (config(ignore=["re:.*down_proj"]), "ignore: expected no target that matches the quantised layer"),
-        (config(ignore=["lm_head", 3]), r"ignore: expected a list of names, got \['lm_head', 3\]"),
-        (config(ignore=["re:("]), r"targets: expected a regular expression, got '\('"),
-        (config(scheme() | {"targets": "Linear"}), "targets: expected a list of names, got 'Linear'"),
-        (config(config_groups=None), "config_groups: expected one whose targets match"),
-        (config(config_groups={"MXFP6A8": ["Linear"]}), "config_groups: expected a scheme, or one of the presets .*, got 'MXFP6A8'"),
-        (config(config_groups={"W8A4": ["Linear"]}), "config_groups: expected a scheme, or one of the presets .*, got 'W8A4'"),
-        (config(scheme(zip=4)), "weights: expected only num_bits, .*, got also zip"),
-        (config(scheme(dynamic=True)), "weights: expected dynamic: false, got True"),
-        (config(scheme(actorder="group")), "weight_g_idx: expected the tensor, as the config says actorder 'group'"),
-        (config(scheme(targets=["re:.*up_proj"]), scheme(targets=["re:.*gate_proj"])), "config_groups: expected one"),
-        (turned("middle"), "transform_config: expected one transform at model.layers.0.mlp.down_proj's middle, got R's"),
-        (turned("q_attn"), "transform_config: expected one orthogonal matrix at q_attn and k_cache, where it cancels"),
-        (turned(kind="dct"), "transform_config: expected type hadamard or random-hadamard or random-matrix .*, got 'dct'"),
-        (turned(randomize=True), "transform_config: expected .* randomize: false, got 'hadamard' and True of R"),
-        (turned(head_dim=0), "transform_config: expected a positive integer as head_dim, got 0 of R"),
-        (turned(head_dim=True), "transform_config: expected a positive integer as head_dim, got True of R"),
-        (turned(zip=1), "transform_config: expected only type, apply, .*, got zip in R"),
-        (turned(kind="random-hadamard"), r"expected one matrix of transform R \(random-hadamard\) of blocks of 128 .* found none"),
-        (turned(requires_grad=True), "expected one matrix of transform R .* at the input in the file, found none"),
-        (turned(head_dim=96), "transform_config: expected a power of two for transform R .* of blocks of 96 at the input, got 96"),
-        (turned(head_dim=64), "transform_config: expected no matrix that kernels do not multiply .*, got one of 64 at the input"),
-        (turned("output", head_dim=16), "transform_config: expected no matrix that kernels do not multiply .*, got one of 16 at the output"),
-        (turned(head_dim=512), "head_dim: expected a divisor of 256, got 512 of transform R"),
-        (
-            config(transform_config=transforms(*({"targets": "Linear", "location": "input"},) * 2)),
-            "transform_config: expected one transform at model.layers.0.mlp.down_proj's input, got R's, too",
-        ),
-        (config(transform_config={"config_groups": {"R": 5}}), "transform_config: expected groups of schemes to apply, got R: 5"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings, message", [
+    (config(scheme(num_bits=2)), "weights: expected num_bits 4 or 8 and type 'int' or 'float', got 2 and 'int'"),
+    (config(scheme(type="float")), "weights: expected strategy group and group_size 32, as MXFP4 has, .*got 'group' and 128"),
+    (config(scheme("tensor_group", type="float")), "as MXFP4 has, .*got 'tensor_group' and None \\(NVFP4's tensors are"),
+    (config(scheme(type="float", group_size=32, symmetric=False)), "weights: expected symmetric: true with type 'float'"),
+    (config(scheme(type="float", group_size=32)), "weight_packed: expected uint8 \\[n, k / 2\\], got int32"),
+    (config(scheme("block")), "weights: expected strategy group, channel, tensor, got 'block'"),
+    (config(scheme("tensor_group")), "weights: expected strategy group, channel, tensor, got 'tensor_group'"),
+    (config(scheme(group_size=64)), "weight_scale: expected 4 columns for k = 256 and group_size 64, got 2"),
+    (config(scheme("channel")), "weight_scale: expected 1 columns for k = 256"),
+    (config(scheme(symmetric=False)), "weight_zero_point: expected the tensor, as the config says"),
+    (config(format="marlin-24"), "format: expected pack-quantized, int-quantized, .*got 'marlin-24'"),
+    (config(ignore=["re:.*down_proj"]), "ignore: expected no target that matches the quantised layer"),
+    (config(ignore=["lm_head", 3]), r"ignore: expected a list of names, got \['lm_head', 3\]"),
+    (config(ignore=["re:("]), r"targets: expected a regular expression, got '\('"),
+    (config(scheme() | {"targets": "Linear"}), "targets: expected a list of names, got 'Linear'"),
+    (config(config_groups=None), "config_groups: expected one whose targets match"),
+    (config(config_groups={"MXFP6A8": ["Linear"]}), "config_groups: expected a scheme, or one of the presets .*, got 'MXFP6A8'"),
+    (config(config_groups={"W8A4": ["Linear"]}), "config_groups: expected a scheme, or one of the presets .*, got 'W8A4'"),
+    (config(scheme(zip=4)), "weights: expected only num_bits, .*, got also zip"),
+    (config(scheme(dynamic=True)), "weights: expected dynamic: false, got True"),
+    (config(scheme(actorder="group")), "weight_g_idx: expected the tensor, as the config says actorder 'group'"),
+    (config(scheme(targets=["re:.*up_proj"]), scheme(targets=["re:.*gate_proj"])), "config_groups: expected one"),
+    (turned("middle"), "transform_config: expected one transform at model.layers.0.mlp.down_proj's middle, got R's"),
+    (turned("q_attn"), "transform_config: expected one orthogonal matrix at q_attn and k_cache, where it cancels"),
+    (turned(kind="dct"), "transform_config: expected type hadamard or random-hadamard or random-matrix .*, got 'dct'"),
+    (turned(randomize=True), "transform_config: expected .* randomize: false, got 'hadamard' and True of R"),
+    (turned(head_dim=0), "transform_config: expected a positive integer as head_dim, got 0 of R"),
+    (turned(head_dim=True), "transform_config: expected a positive integer as head_dim, got True of R"),
+    (turned(zip=1), "transform_config: expected only type, apply, .*, got zip in R"),
+    (turned(kind="random-hadamard"), r"expected one matrix of transform R \(random-hadamard\) of blocks of 128 .* found none"),
+    (turned(requires_grad=True), "expected one matrix of transform R .* at the input in the file, found none"),
+    (turned(head_dim=96), "transform_config: expected a power of two for transform R .* of blocks of 96 at the input, got 96"),
+    (turned(head_dim=64), "transform_config: expected no matrix that kernels do not multiply .*, got one of 64 at the input"),
+    (turned("output", head_dim=16), "transform_config: expected no matrix that kernels do not multiply .*, got one of 16 at the output"),
+    (turned(head_dim=512), "head_dim: expected a divisor of 256, got 512 of transform R"),
+    (
+        config(transform_config=transforms(*({"targets": "Linear", "location": "input"},) * 2)),
+        "transform_config: expected one transform at model.layers.0.mlp.down_proj's input, got R's, too",
+    ),
+    (config(transform_config={"config_groups": {"R": 5}}), "transform_config: expected groups of schemes to apply, got R: 5"),
+])  # fmt: skip
 def test_settings_that_are_not_supported_are_refused(settings, message):
     assert re.search(message, refused(pack_quantized(builders.weight_parts(13, 16, 256, 128)), settings))
 
@@ -187,17 +184,6 @@ def test_an_input_that_kernels_rotate_is_rotated(group):
     for wrong in (-matrix, matrix[:64, :64]):
         with pytest.raises(ValueError, match=r"expected Sylvester's matrix \[128, 128\] of transform R .*, got"):
             load(tensors | {f"{LAYER}.R_input.weight": wrong}, LAYER, device="cpu", config=settings)
-
-
-def test_blocks_of_columns_that_are_rotated_together_stay_together():
-    parts = builders.weight_parts(13, 16, 512, 32)
-    tensors, settings = pack_quantized(parts), turned() | {"config_groups": {"g": scheme(group_size=32)}}
-    for dim, rank in (("n", 1), ("k", 0), ("k", 1)):
-        weight = load(tensors, LAYER, device="cpu", config=settings, tp_dim=dim, tp_rank=rank, tp_size=2)
-        expected = parts.dequantize_fp64().float().chunk(2, "nk".index(dim))[rank]
-        assert weight.rotation == 128 and torch.equal(weight.dequantize(), expected)
-    with pytest.raises(ValueError, match="tp_size: .* columns to be a multiple of 128, which are rotated together"):
-        load(tensors, LAYER, device="cpu", config=settings, tp_dim="k", tp_rank=1, tp_size=8)
 
 
 LEVELS = written_config([written_group(["Linear"], 4, "int", scheme="two-level")], [])
@@ -295,24 +281,21 @@ def test_layers_compute_what_the_library_s_own_transforms_do(library, kind, head
         assert layer.rotation == (128 if packs else 0) and bool(layer.turned) != packs
 
 
-@pytest.mark.parametrize(
-    "name, tensor, message",
-    [
-        ("weight_packed", torch.zeros((16, 128), dtype=torch.uint8), r"expected int32, or num_bits 4 and type 'float'"),
-        ("weight_packed", torch.zeros((16, 64), dtype=torch.int32), r"for weight_shape \[16, 256\], got \[16, 64\]"),
-        ("weight_shape", torch.tensor([16, 264]), r"for weight_shape \[16, 264\], got \[16, 32\]"),
-        ("weight_zero_point", torch.zeros((16, 2), dtype=torch.int32), r"expected int32 \[2, 2\], packed along n"),
-        ("weight_zero_point", torch.zeros((2, 2)), "weight_zero_point: expected int32, packed, or int8, got float32"),
-        ("weight_zero_point", torch.full((16, 2), 8, dtype=torch.int8), r"expected 4-bit values -8\.\.7, got 8\.\.8"),
-        ("weight_zero_point", torch.ones((16, 4), dtype=torch.int8), r"expected \[16, 2\] as weight_scale"),
-        ("weight_g_idx", torch.zeros(128, dtype=torch.int32), r"weight_g_idx: expected shape \[256\], got \[128\]"),
-        ("weight_g_idx", torch.zeros(256, dtype=torch.int32), "g_idx: expected 128 columns in group 0, got 256"),
-        ("weight", torch.ones((16, 256)), "weight: expected only weight_packed, weight_shape, .* got also weight"),
-        ("input_scale", torch.ones(2), "input_scale: expected one element"),
-        ("input_zero_point", torch.ones(1), None),
-        ("weight_zero_point", torch.ones((16, 2), dtype=torch.int8), "expected zeros, as the config says symmetric: true"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, tensor, message", [
+    ("weight_packed", torch.zeros((16, 128), dtype=torch.uint8), r"expected int32, or num_bits 4 and type 'float'"),
+    ("weight_packed", torch.zeros((16, 64), dtype=torch.int32), r"for weight_shape \[16, 256\], got \[16, 64\]"),
+    ("weight_shape", torch.tensor([16, 264]), r"for weight_shape \[16, 264\], got \[16, 32\]"),
+    ("weight_zero_point", torch.zeros((16, 2), dtype=torch.int32), r"expected int32 \[2, 2\], packed along n"),
+    ("weight_zero_point", torch.zeros((2, 2)), "weight_zero_point: expected int32, packed, or int8, got float32"),
+    ("weight_zero_point", torch.full((16, 2), 8, dtype=torch.int8), r"expected 4-bit values -8\.\.7, got 8\.\.8"),
+    ("weight_zero_point", torch.ones((16, 4), dtype=torch.int8), r"expected \[16, 2\] as weight_scale"),
+    ("weight_g_idx", torch.zeros(128, dtype=torch.int32), r"weight_g_idx: expected shape \[256\], got \[128\]"),
+    ("weight_g_idx", torch.zeros(256, dtype=torch.int32), "g_idx: expected 128 columns in group 0, got 256"),
+    ("weight", torch.ones((16, 256)), "weight: expected only weight_packed, weight_shape, .* got also weight"),
+    ("input_scale", torch.ones(2), "input_scale: expected one element"),
+    ("input_zero_point", torch.ones(1), None),
+    ("weight_zero_point", torch.ones((16, 2), dtype=torch.int8), "expected zeros, as the config says symmetric: true"),
+])  # fmt: skip
 def test_tensors_that_contradict_each_other_are_refused(name, tensor, message):
     tensors = pack_quantized(builders.weight_parts(14, 16, 256, 128)) | {f"{LAYER}.{name}": tensor}
     if name == "input_zero_point":

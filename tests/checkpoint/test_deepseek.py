@@ -26,10 +26,10 @@ hf = pytest.importorskip("jitgemm.hf")
 
 E4M3 = torch.float8_e4m3fn
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 256, "num_hidden_layers": 3, "first_k_dense_replace": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
-    "n_group": 2, "topk_group": 1, "q_lora_rank": 192, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
-    "v_head_dim": 48, "vocab_size": 120, "max_position_embeddings": 64, "tie_word_embeddings": False, "pad_token_id": 0,
+    "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 256, "num_hidden_layers": 3,
+    "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 192,
+    "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 48, "vocab_size": 120, "max_position_embeddings": 64, "tie_word_embeddings": False, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 TOKENS = torch.randint(2, 120, (2, 9), generator=builders.generator(4))

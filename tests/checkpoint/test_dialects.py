@@ -241,8 +241,8 @@ def of_compressed_tensors(said: dict[str, Any]) -> dict[str, Any]:
 
 
 OF_MX = {
-    "compressed-tensors": of_compressed_tensors, "AutoRound": lambda said: said | {"act_bits": 8, "act_data_type": "mx_fp_rceil"},
-    "Quark": of_quark, "ModelOpt": dict, "DeepSeek": dict,
+    "compressed-tensors": of_compressed_tensors, "Quark": of_quark, "ModelOpt": dict, "DeepSeek": dict,
+    "AutoRound": lambda said: said | {"act_bits": 8, "act_data_type": "mx_fp_rceil"},
 }  # fmt: skip
 """The tools' words for inputs in MXFP8, which ModelOpt's and SGLang's name of the weights means."""
 MX_CASES = [key for key in CASES if key[1] in OF_MX and key[2] == "" and key[0] in ("MXFP4", "MXFP8", "NVFP4")]

@@ -186,18 +186,15 @@ def test_activation_order_within_each_rank_is_cut_along_k():
     assert torch.equal(torch.cat([s.dequantize() for s in shards], 1), w.dequantize())
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("n", 0, 3), "tp_size: expected n / tp_size to be a multiple of 8, got 32 / 3"),
-        (("n", 0, 8), "tp_size: expected n / tp_size to be a multiple of 8, got 32 / 8 = 4"),
-        (("k", 0, 32), "tp_size: expected k / tp_size to be a multiple of 16, got 256 / 32 = 8"),
-        (("k", 0, 16), r"tp_size: expected a rank's columns to be a multiple of 32 in groups of 64, got columns"),
-        (("m", 0, 2), "tp_dim: expected 'n' or 'k', got 'm'"),
-        (("n", 2, 2), "tp_rank, tp_size: expected 0 <= rank < size, got rank 2 of 2"),
-        (("n", 0, 0), "tp_rank, tp_size: expected 0 <= rank < size, got rank 0 of 0"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (("n", 0, 3), "tp_size: expected n / tp_size to be a multiple of 8, got 32 / 3"),
+    (("n", 0, 8), "tp_size: expected n / tp_size to be a multiple of 8, got 32 / 8 = 4"),
+    (("k", 0, 32), "tp_size: expected k / tp_size to be a multiple of 16, got 256 / 32 = 8"),
+    (("k", 0, 16), r"tp_size: expected a rank's columns to be a multiple of 32 in groups of 64, got columns"),
+    (("m", 0, 2), "tp_dim: expected 'n' or 'k', got 'm'"),
+    (("n", 2, 2), "tp_rank, tp_size: expected 0 <= rank < size, got rank 2 of 2"),
+    (("n", 0, 0), "tp_rank, tp_size: expected 0 <= rank < size, got rank 0 of 0"),
+])  # fmt: skip
 def test_cuts_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         canonical().shard(*arguments)
@@ -214,37 +211,31 @@ def test_layers_are_joined_along_n(a, b):
     assert joined.bias is b.bias is None or torch.equal(joined.bias, torch.cat([torch.zeros(16), b.bias]))
 
 
-@pytest.mark.parametrize(
-    "other, message",
-    [
-        ({"k": 128}, r"must have one k, got \[256, 128\]"),
-        ({"group_size": 32}, r"must have one group size, got \[64, 32\]"),
-        ({"scale_type": "fp32"}, "must have one scale dtype"),
-        ({"permuted": True}, "must have one kind of permutation"),
-        ({"seed": 15}, "must have one permutation, got different ones"),
-        ({"offset": True}, "must have one kind of offset"),
-    ],
-)
+@pytest.mark.parametrize("other, message", [
+    ({"k": 128}, r"must have one k, got \[256, 128\]"),
+    ({"group_size": 32}, r"must have one group size, got \[64, 32\]"),
+    ({"scale_type": "fp32"}, "must have one scale dtype"),
+    ({"permuted": True}, "must have one kind of permutation"),
+    ({"seed": 15}, "must have one permutation, got different ones"),
+    ({"offset": True}, "must have one kind of offset"),
+])  # fmt: skip
 def test_layers_that_differ_are_not_joined(other, message):
     with pytest.raises(ValueError, match=message):
         concat([canonical(permuted="seed" in other), canonical(**{"permuted": "seed" in other} | other)])
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"q": torch.zeros((32, 256), dtype=torch.uint8)}, r"q: expected int8 \[n, k\], got uint8"),
-        ({"scale": torch.ones((32, 3))}, r"scale: expected shape \[32, 4\], got \[32, 3\]"),
-        ({"scale": torch.ones((32, 4), dtype=torch.float64)}, "scale: expected bfloat16, float16 or float32, got"),
-        ({"offset": torch.ones((32, 4))}, "offset: expected scale's bfloat16, got float32"),
-        ({"group_size": 0}, "group_size: expected a positive number"),
-        ({"permutation": torch.arange(256)}, "permutation: expected int32, got int64"),
-        ({"permutation": torch.zeros(256, dtype=torch.int32)}, r"permutation: expected every column 0\.\.255 once"),
-        ({"input_scale": torch.ones(1, dtype=torch.bfloat16)}, "input_scale: expected float32, got bfloat16"),
-        ({"scale": torch.ones((32, 4), device="meta")}, "scale: expected q's device cpu, got meta"),
-        ({"bias": torch.ones(31)}, r"bias: expected shape \[32\], got \[31\]"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"q": torch.zeros((32, 256), dtype=torch.uint8)}, r"q: expected int8 \[n, k\], got uint8"),
+    ({"scale": torch.ones((32, 3))}, r"scale: expected shape \[32, 4\], got \[32, 3\]"),
+    ({"scale": torch.ones((32, 4), dtype=torch.float64)}, "scale: expected bfloat16, float16 or float32, got"),
+    ({"offset": torch.ones((32, 4))}, "offset: expected scale's bfloat16, got float32"),
+    ({"group_size": 0}, "group_size: expected a positive number"),
+    ({"permutation": torch.arange(256)}, "permutation: expected int32, got int64"),
+    ({"permutation": torch.zeros(256, dtype=torch.int32)}, r"permutation: expected every column 0\.\.255 once"),
+    ({"input_scale": torch.ones(1, dtype=torch.bfloat16)}, "input_scale: expected float32, got bfloat16"),
+    ({"scale": torch.ones((32, 4), device="meta")}, "scale: expected q's device cpu, got meta"),
+    ({"bias": torch.ones(31)}, r"bias: expected shape \[32\], got \[31\]"),
+])  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused(change, message):
     parts = builders.weight_parts(0, 32, 256, 64)
     fields = {"q": parts.q, "scale": parts.scale, "group_size": 64} | change
@@ -270,14 +261,11 @@ def test_activation_order_makes_groups_contiguous_and_keeps_the_order_within(see
         assert torch.equal(mine, mine.sort().values)
 
 
-@pytest.mark.parametrize(
-    "g_idx, message",
-    [
-        ([0, 0, 0, 1], "g_idx: expected 2 columns in group 0, got 3: activation order with groups of unequal sizes"),
-        ([0, 0, 2, 2], r"g_idx: expected groups 0\.\.1 for k = 4, group size 2, got 0\.\.2"),
-        ([-1, 0, 1, 1], r"g_idx: expected groups 0\.\.1 .*got -1\.\.1"),
-    ],
-)
+@pytest.mark.parametrize("g_idx, message", [
+    ([0, 0, 0, 1], "g_idx: expected 2 columns in group 0, got 3: activation order with groups of unequal sizes"),
+    ([0, 0, 2, 2], r"g_idx: expected groups 0\.\.1 for k = 4, group size 2, got 0\.\.2"),
+    ([-1, 0, 1, 1], r"g_idx: expected groups 0\.\.1 .*got -1\.\.1"),
+])  # fmt: skip
 def test_activation_order_without_full_groups_is_refused(g_idx, message):
     with pytest.raises(ValueError, match=message):
         activation_order(torch.tensor(g_idx), 2)

@@ -183,23 +183,20 @@ def test_the_gpu_is_the_default_device_and_packs_the_same_bytes(tmp_path):
 # --- errors ---
 
 
-@pytest.mark.parametrize(
-    "kwargs, error, message",
-    [
-        ({"prefix": name("x_proj")}, ValueError, r"prefix: expected a layer's name, found no tensor model.*x_proj\.\*"),
-        ({"prefix": []}, TypeError, "prefix: expected a layer's name or several"),
-        ({"prefix": 3}, TypeError, "prefix: expected a layer's name or several"),
-        ({"prefix": [name("q_proj"), 3]}, TypeError, "prefix: expected a layer's name or several"),
-        ({"tp_size": 2}, ValueError, "tp_dim: expected 'n' or 'k' with tp_rank 0 of tp_size 2, got None"),
-        ({"tp_rank": 1}, ValueError, "tp_dim: expected 'n' or 'k' with tp_rank 1 of tp_size 1, got None"),
-        ({"tp_size": 2, "tp_dim": "rows"}, ValueError, "tp_dim: expected 'n' or 'k', got 'rows'"),
-        ({"tp_size": 2, "tp_dim": "G"}, ValueError, "tp_dim: expected 'n' or 'k', got 'G'"),
-        ({"tp_size": 2, "tp_rank": 2, "tp_dim": "n"}, ValueError, "tp_rank, tp_size: expected 0 <= rank < size"),
-        ({"tp_size": 32, "tp_dim": "k"}, ValueError, "multiple of 16, got 256 / 32 = 8"),
-        ({"config": 3}, TypeError, "config: expected a mapping, got int"),
-        ({"prefix": "model.embed_tokens"}, ValueError, "layer 'model.embed_tokens' is of no format known here"),
-    ],
-)
+@pytest.mark.parametrize("kwargs, error, message", [
+    ({"prefix": name("x_proj")}, ValueError, r"prefix: expected a layer's name, found no tensor model.*x_proj\.\*"),
+    ({"prefix": []}, TypeError, "prefix: expected a layer's name or several"),
+    ({"prefix": 3}, TypeError, "prefix: expected a layer's name or several"),
+    ({"prefix": [name("q_proj"), 3]}, TypeError, "prefix: expected a layer's name or several"),
+    ({"tp_size": 2}, ValueError, "tp_dim: expected 'n' or 'k' with tp_rank 0 of tp_size 2, got None"),
+    ({"tp_rank": 1}, ValueError, "tp_dim: expected 'n' or 'k' with tp_rank 1 of tp_size 1, got None"),
+    ({"tp_size": 2, "tp_dim": "rows"}, ValueError, "tp_dim: expected 'n' or 'k', got 'rows'"),
+    ({"tp_size": 2, "tp_dim": "G"}, ValueError, "tp_dim: expected 'n' or 'k', got 'G'"),
+    ({"tp_size": 2, "tp_rank": 2, "tp_dim": "n"}, ValueError, "tp_rank, tp_size: expected 0 <= rank < size"),
+    ({"tp_size": 32, "tp_dim": "k"}, ValueError, "multiple of 16, got 256 / 32 = 8"),
+    ({"config": 3}, TypeError, "config: expected a mapping, got int"),
+    ({"prefix": "model.embed_tokens"}, ValueError, "layer 'model.embed_tokens' is of no format known here"),
+])  # fmt: skip
 def test_wrong_arguments_are_named(kwargs, error, message):
     with pytest.raises(error, match=message):
         load(tensors(), **{"prefix": name("q_proj"), "device": "cpu"} | kwargs)
@@ -323,7 +320,8 @@ def test_two_whole_models_in_a_folder_are_an_error(tmp_path):
 @pytest.mark.parametrize("file, message", [
     *((file, "files inside the folder of .*'x.weight'") for file in (
         "../outside.safetensors", "/etc/outside.safetensors", "a/../../b.safetensors", 3)),
-    *((file, "names of files in .*index.json, got '") for file in ("x" * 5000, "a/\0.safetensors", "\ud800.safetensors")),
+    *((file, "names of files in .*index.json, got '") for file in (
+        "x" * 5000, "a/\0.safetensors", "\ud800.safetensors")),
 ])  # fmt: skip
 def test_an_index_that_points_out_of_its_folder_or_names_what_no_file_can_be_is_refused(tmp_path, file, message):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x.weight": file}}))

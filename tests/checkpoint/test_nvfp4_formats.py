@@ -125,9 +125,8 @@ REFUSED = [
     (OTHER, modelopt("FP8"), "quant_algo: expected NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8, as"),
     (TENSORS, config() | {"ignore": [LAYER]}, "ignore: expected no target that matches"),
     (TENSORS | {f"{LAYER}.weight_zero_point": torch.zeros(72, 26)}, config(), "zero_point"),
-    *((OTHER | {f"{LAYER}.weight_scale_2": torch.tensor(value)}, modelopt(), "weight_scale_2: expected a positive, finite number")
-      for value in (0.0, -1.0, torch.inf, torch.nan)),
-    *((TENSORS | {f"{LAYER}.weight_global_scale": torch.tensor([value])}, None, "weight_global_scale: expected a positive")
+    *((file | {f"{LAYER}.{name}": torch.tensor([value])}, None, f"{name}: expected a positive, finite number")
+      for file, name in ((OTHER, "weight_scale_2"), (TENSORS, "weight_global_scale"))
       for value in (0.0, -1.0, torch.inf, torch.nan)),
     *(({each: tensor for each, tensor in whole.items() if not each.endswith(name)}, settings, f"{name}: .*found none")
       for whole, name, said in ((TENSORS, "weight_global_scale", config()), (OTHER, "weight_scale_2", modelopt()))

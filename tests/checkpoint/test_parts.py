@@ -46,8 +46,10 @@ def test_rows_of_one_tensor_and_of_several(tmp_path, dim):
 
     def found(of: Checkpoint, made_of: tuple[str, ...], start: int, count: int) -> torch.Tensor:
         """Rows of these layers, cut in two."""
-        rows = {f"made.{name}": Rows(tuple(f"{each}.{name}" for each in made_of), start, count, numbers=name == "weight_shape")
-                for name in tensors}  # fmt: skip
+        rows = {}
+        for name in tensors:
+            names = tuple(f"{each}.{name}" for each in made_of)
+            rows[f"made.{name}"] = Rows(names, start, count, numbers=name == "weight_shape")
         made = of.with_rows(rows)
         halves = [read_layer(made, "made", device="cpu", tp_dim=dim, tp_rank=rank, tp_size=2) for rank in range(2)]
         return torch.cat([half.dequantize() for half in halves], "nk".index(dim))

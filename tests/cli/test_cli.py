@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli_results import Result
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -27,7 +26,7 @@ from tiny_kernel import serialised_kernel, spilling_kernel
 from jitgemm import settings
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.activations.scheme import GELU_MULS, SILU_MUL
-from jitgemm.cli import common, main
+from jitgemm.cli import common
 from jitgemm.cli.cache import describe_spec, kind_of
 from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache, process_cache
@@ -59,17 +58,8 @@ def cache_dir(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def run(capsys, cache_dir):
-    """Run the command in this process: run("cache", "ls") -> Result."""
-
-    def call(*argv: str) -> Result:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit:
-            main(argv)
-        captured = capsys.readouterr()
-        return Result(exit.value.code or 0, captured.out, captured.err)
-
-    return call
+def run(command, cache_dir):
+    return command
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +138,10 @@ def test_check_says_by_its_exit_code_whether_all_is_warm(run, warm, tmp_path, mo
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize(
-    ("slow", "shown", "said"),
-    [
-        (spilling_kernel(), r" \d\d+ ", r"\d+ bytes of register spills"),
-        (serialised_kernel(), " 0 serialised ", r"\(C75..\) .*(GMMA|wgmma)"),
-    ],
-)
+@pytest.mark.parametrize(("slow", "shown", "said"), [
+    (spilling_kernel(), r" \d\d+ ", r"\d+ bytes of register spills"),
+    (serialised_kernel(), " 0 serialised ", r"\(C75..\) .*(GMMA|wgmma)"),
+])  # fmt: skip
 def test_a_slow_build_is_noted_and_fails_a_strict_warmup_alone(run, monkeypatch, slow, shown, said):
     monkeypatch.setattr("jitgemm.kernel.render.kernel_source", lambda spec: replace(slow, label=spec.label))
     options = FEW
@@ -272,15 +259,6 @@ def test_options_that_come_again_and_names_of_codes_add_up(run):
     assert run("warmup", "--shape", "72,48", "--max-m", "8", "--device", "h200", "--dry-run").code == 0
 
 
-@pytest.mark.parametrize("name, k, packed", [
-    ("g128-bf16-any", 256, 128), ("g256-bf16-s8", 256, 0), ("channel-bf16-z", 256, 0), ("g128-bf16-s8", 96, 0),
-    ("w8-g128-fp32-s8", 256, 128),
-])  # fmt: skip
-def test_formats_are_those_of_packing_by_name(name, k, packed):
-    format = common.weight_format(name, k)
-    assert format.group_size == packed and common.weight_format(format.name) == format
-
-
 def test_a_rotation_and_exact_sums_are_explained(run):
     shape = "explain", "16", "4096", "4096", "--weight", "tl-channel-bf16-two_level", "--device", "h200"
     turned, plain = run(*shape, "--rotation", "128", "--json").json, run(*shape, "--json").json
@@ -288,16 +266,6 @@ def test_a_rotation_and_exact_sums_are_explained(run):
     assert "quantisers rotate activations by blocks of 128" in run(*shape, "--rotation", "128").stderr
     exact = run("explain", "4096", "4096", "4096", "--weight", "g128-bf16-s8", "--sums", "exact", "--json").json
     assert "parts" not in exact["chosen"] and exact["problem"]["sums"] == "exact"
-
-
-def test_batch_invariant_kernels_split_k_alike_for_every_m(run):
-    options = ("--shape", "4096,4096", "--device", "h200", "--max-m", "4096", "--quantizer", "none")
-
-    def splits(*more: str) -> set[str]:
-        kernels = run("warmup", *options, *more, "--dry-run", "--json").json["kernels"]
-        return {(re.findall(r"-(k\dx\dt?)s?-", kernel["label"]) or ["k1x1"])[0] for kernel in kernels}
-
-    assert len(splits("--batch-invariant")) == 1 < len(splits())
 
 
 # warmup of quantisers
@@ -320,35 +288,6 @@ def test_by_default_a_linear_layers_quantisers_are_warmed_up_too(run):
     assert labels("--quantizer", "none") == []
 
 
-def test_quantisers_are_named_by_input_and_what_they_do(run):
-    options = ("--lhs", "int8", "--quantizer", "fp16+affine+permuted", "--quantizer", "bf16+silu_mul", "--dry-run")
-    found = quantizers(run("warmup", *LAYER, *options, "--json"))
-    assert [label.rpartition("-")[0] for label in found] == ["quantize-fp16-s8z-permuted", "quantize-bf16-s8-silumul"]
-
-
-@pytest.mark.nvrtc
-@pytest.mark.parametrize(
-    ("options", "activation", "dtype"),
-    [
-        ((), "e4m3", "bfloat16"),
-        (("--lhs", "int8", "--out", "fp16"), "int8", "float16"),
-        (("--lhs", "int8", "--quantizer", "bf16+affine"), "int8_affine", "bfloat16"),
-    ],
-    ids=("e4m3", "int8", "int8_affine"),
-)
-def test_after_a_warmup_a_linear_layer_of_these_types_needs_nothing_more(run, options, activation, dtype):
-    import torch
-
-    import jitgemm.nn
-
-    linear = torch.nn.Linear(256, 256, dtype=getattr(torch, dtype))
-    layer = jitgemm.nn.W4A8Linear.from_linear(linear, activation=activation)
-    with pytest.raises(CacheMissError):
-        jitgemm.nn.warmup(layer, 16, dtype=linear.weight.dtype, device="h200", build=False)
-    assert run("warmup", *LAYER, *options).code == 0
-    assert jitgemm.nn.warmup(layer, 16, dtype=linear.weight.dtype, device="h200") == []
-
-
 # a missing kernel
 
 
@@ -356,22 +295,18 @@ def spec_of(lhs: str, format, **options):
     return kernels_for(256, 256, lhs, format, device_spec("h200"), 8, **options)[0]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        kernel_source(spec_of("e4m3", WeightFormat(128, False, "bf16", "e4m3"))),
-        kernel_source(spec_of("e4m3", WeightFormat(64, False, "fp32"), out="fp32")),
-        kernel_source(spec_of("e4m3", WeightFormat(128, True, "fp16", offset=True))),
-        kernel_source(spec_of("s8", WeightFormat(0, False, "fp16", "s8"), out="fp16")),
-        kernel_source(spec_of("s8", WeightFormat(0, True, "bf16"))),
-        quantize_source(quantize_spec(256, "bf16", "e4m3")),
-        quantize_source(quantize_spec(256, "fp32", "s8", affine=True, static=True, permuted=True)),
-        quantize_source(quantize_spec(256, "fp16", "e4m3", rms_norm=True)),
-        quantize_source(quantize_spec(256, "bf16", "e4m3", rms_norm=True, residual=True)),
-        *(quantize_source(quantize_spec(256, "bf16", "s8", gate=gate)) for gate in (SILU_MUL, *GELU_MULS.values())),
-    ],
-    ids=lambda source: source.label,
-)
+@pytest.mark.parametrize("source", [
+    kernel_source(spec_of("e4m3", WeightFormat(128, False, "bf16", "e4m3"))),
+    kernel_source(spec_of("e4m3", WeightFormat(64, False, "fp32"), out="fp32")),
+    kernel_source(spec_of("e4m3", WeightFormat(128, True, "fp16", offset=True))),
+    kernel_source(spec_of("s8", WeightFormat(0, False, "fp16", "s8"), out="fp16")),
+    kernel_source(spec_of("s8", WeightFormat(0, True, "bf16"))),
+    quantize_source(quantize_spec(256, "bf16", "e4m3")),
+    quantize_source(quantize_spec(256, "fp32", "s8", affine=True, static=True, permuted=True)),
+    quantize_source(quantize_spec(256, "fp16", "e4m3", rms_norm=True)),
+    quantize_source(quantize_spec(256, "bf16", "e4m3", rms_norm=True, residual=True)),
+    *(quantize_source(quantize_spec(256, "bf16", "s8", gate=gate)) for gate in (SILU_MUL, *GELU_MULS.values())),
+], ids=lambda source: source.label)  # fmt: skip
 def test_the_command_that_a_miss_names_compiles_that_kernel_and_no_other_format(run, source):
     with pytest.raises(CacheMissError) as miss:
         KernelCache().get_or_compile(source, allow_compile=False)
@@ -462,28 +397,25 @@ def test_ls_shows_what_people_ask(run, warm):
     assert "?" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("spec", "shown"),
-    [
-        (spec_of("s8", WeightFormat(128, True, "bf16", offset=True)), ("8 x 64", "s8", "128 + zero + offset")),
-        (spec_of("e4m3", WeightFormat(0, False, "bf16", "e4m3"), out="fp32"), ("8 x 64", "e4m3 to fp32", "channel")),
-        (quantize_spec(256, "fp16", "s8", affine=True), ("-", "fp16 to s8", "token + zero")),
-        (quantize_spec(256, "fp32", "e4m3", static=True), ("-", "fp32 to e4m3", "tensor")),
-        (RouteSpec(1), ("-", "-", "-")), (GatherSpec(), ("-", "-", "-")),
-        (route_quantize_spec(8, 256, "bf16", "e4m3", False), ("-", "bf16 to e4m3", "token")),
-        (route_quantize_spec(8, 256, "bf16", "s8", True), ("-", "bf16 to s8", "token + zero")),
-        (CombineSpec("bf16", "fp16"), ("-", "bf16 to fp16", "-")),
-        (dispatch_spec(8, 256, "bf16", "s8", affine=True, block=False), ("-", "bf16 to s8", "token + zero")),
-        (CollectSpec("bf16"), ("-", "bf16 to bf16", "-")),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_kernel_is_described_by_tile_types_and_scales(spec, shown):
-    if type(spec).__module__.startswith("jitgemm.moe"):
-        source = source_of(spec)
-        assert kind_of(source.label) == "routing" and describe_spec(dict(source.spec)) == shown
-    else:
-        assert describe_spec(spec.to_dict()) == shown
+E4M3_ROWS, S8_GROUPS = WeightFormat(0, False, "bf16", "e4m3"), WeightFormat(128, True, "bf16", offset=True)
+DESCRIBED = [
+    (kernel_source(spec_of("s8", S8_GROUPS)), "gemm", ("8 x 64", "s8", "128 + zero + offset")),
+    (kernel_source(spec_of("e4m3", E4M3_ROWS, out="fp32")), "gemm", ("8 x 64", "e4m3 to fp32", "channel")),
+    (quantize_source(quantize_spec(256, "fp16", "s8", affine=True)), "quantizer", ("-", "fp16 to s8", "token + zero")),
+    (quantize_source(quantize_spec(256, "fp32", "e4m3", static=True)), "quantizer", ("-", "fp32 to e4m3", "tensor")),
+    *((source_of(spec), "routing", ("-", *shown)) for spec, *shown in (
+        (RouteSpec(1), "-", "-"), (GatherSpec(), "-", "-"), (CombineSpec("bf16", "fp16"), "bf16 to fp16", "-"),
+        (CollectSpec("bf16"), "bf16 to bf16", "-"),
+        (route_quantize_spec(8, 256, "bf16", "e4m3", False), "bf16 to e4m3", "token"),
+        (route_quantize_spec(8, 256, "bf16", "s8", True), "bf16 to s8", "token + zero"),
+        (dispatch_spec(8, 256, "bf16", "s8", affine=True, block=False), "bf16 to s8", "token + zero"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source, kind, shown", DESCRIBED, ids=[source.label for source, *_ in DESCRIBED])
+def test_a_kernel_is_described_by_tile_types_and_scales(source, kind, shown):
+    assert (kind_of(source.label), describe_spec(dict(source.spec))) == (kind, shown)
 
 
 @pytest.mark.nvrtc
@@ -661,12 +593,12 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_on_two_screens_and_json(run, command, monkeypatch):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_on_two_screens_and_json(run, name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    done = run(*command.split(), "--help")
+    done = run(*name.split(), "--help")
     assert done.code == 0 and "--json" in done.stdout
-    assert command.split()[-1] not in ("warmup", "explain", "show", "verify") or "Exit codes:" in done.stdout
+    assert name.split()[-1] not in ("warmup", "explain", "show", "verify") or "Exit codes:" in done.stdout
     assert done.stdout.count("\n") <= 75 and max(map(len, done.stdout.splitlines())) <= 80
 
 
@@ -775,28 +707,25 @@ def test_ages_and_sizes_are_parsed_and_shown():
     assert common.show_age(None) == "-"
 
 
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("--group-size 64", "--weight g64-bf16-any"),
-        ("--group-size=channel --codes tuned --lhs int8", "--weight channel-bf16-s8"),
-        ("--zero-point --group-size 32 --scale-dtype fp16", "--weight g32-fp16-z"),
-        ("--offset", "--weight g128-bf16-o-any"),
-        ("--codes tuned", "--weight g128-bf16-e4m3"),
-        ("--bits 8 --scale-dtype fp32 --lhs int8", "--weight w8-g128-fp32-b-s8"),
-        ("--bits 8 --group-size -1", "--weight w8-channel-bf16-e4m3"),
-        ("--lhs int8 --zero-point --correction fp16", "--weight g128-bf16-z-xfp16"),
-        ("--lhs int8 --offset --correction bf16", "--weight g128-bf16-o-xbf16-s8"),
-        ("--mxfp4", "--weight mx-channel-bf16-e2m1"),
-        ("--mxfp4 --group-size 32", "--weight mx-g32-bf16-e2m1"),
-        ("--nvfp4", "--weight nv-channel-fp32-near"),
-        ("--nvfp4 --codes any", "--weight nv-channel-fp32-nvfp4"),
-        ("--two-level --lhs int8", "--weight tl-channel-bf16-two_level"),
-        ("--model x --group-size 64 --zero-point", """--recipe '{"group_size": 64, "symmetric": false}'"""),
-        ("--model x --group-size channel --bits 8", """--recipe '{"bits": 8, "group_size": -1}'"""),
-        ("--model x --scale-dtype fp16 --codes any", """--recipe '{"scale_dtype": "float16"}'"""),
-    ],
-)
+@pytest.mark.parametrize("old, new", [
+    ("--group-size 64", "--weight g64-bf16-any"),
+    ("--group-size=channel --codes tuned --lhs int8", "--weight channel-bf16-s8"),
+    ("--zero-point --group-size 32 --scale-dtype fp16", "--weight g32-fp16-z"),
+    ("--offset", "--weight g128-bf16-o-any"),
+    ("--codes tuned", "--weight g128-bf16-e4m3"),
+    ("--bits 8 --scale-dtype fp32 --lhs int8", "--weight w8-g128-fp32-b-s8"),
+    ("--bits 8 --group-size -1", "--weight w8-channel-bf16-e4m3"),
+    ("--lhs int8 --zero-point --correction fp16", "--weight g128-bf16-z-xfp16"),
+    ("--lhs int8 --offset --correction bf16", "--weight g128-bf16-o-xbf16-s8"),
+    ("--mxfp4", "--weight mx-channel-bf16-e2m1"),
+    ("--mxfp4 --group-size 32", "--weight mx-g32-bf16-e2m1"),
+    ("--nvfp4", "--weight nv-channel-fp32-near"),
+    ("--nvfp4 --codes any", "--weight nv-channel-fp32-nvfp4"),
+    ("--two-level --lhs int8", "--weight tl-channel-bf16-two_level"),
+    ("--model x --group-size 64 --zero-point", """--recipe '{"group_size": 64, "symmetric": false}'"""),
+    ("--model x --group-size channel --bits 8", """--recipe '{"bits": 8, "group_size": -1}'"""),
+    ("--model x --scale-dtype fp16 --codes any", """--recipe '{"scale_dtype": "float16"}'"""),
+])  # fmt: skip
 def test_what_was_an_option_of_the_weight_names_the_new_spelling(run, old, new):
     commands = [["warmup"]] if "--model" in old else [["warmup", *LAYER], ["explain", "16", "256", "256"]]
     for command in commands:

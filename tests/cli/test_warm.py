@@ -22,7 +22,6 @@ from served_layers import CONFIGS, stored
 
 import jitgemm.nn
 from jitgemm.activations.scheme import GELU_MULS, SILU_MUL
-from jitgemm.cli import main
 from jitgemm.errors import CacheMissError
 from jitgemm.gemm import launch as gemms
 from jitgemm.kernel.render import kernel_source
@@ -135,13 +134,18 @@ def asked(model: torch.nn.Module) -> set[str]:
     return labels
 
 
-def wanted(capsys, folder, *options: str) -> set[str]:
-    with pytest.raises(SystemExit) as exit:
-        fixed = ("--max-m", str(MAX_M), "--device", "h200", "--dry-run", "--json")
-        main(["warmup", "--model", str(folder), *fixed, *options])
-    out, error = capsys.readouterr()
-    assert not exit.value.code, error
-    return {kernel["label"] for kernel in json.loads(out)["kernels"]}
+@pytest.fixture
+def wanted(command):
+    """wanted(folder, "--for", "vllm"): labels of the kernels that a warm-up would compile."""
+
+    def call(folder, *options: str) -> set[str]:
+        done = command(
+            "warmup", "--model", folder, "--max-m", MAX_M, "--device", "h200", "--dry-run", "--json", *options
+        )
+        assert not done.code, done.stderr
+        return {kernel["label"] for kernel in done.json["kernels"]}
+
+    return call
 
 
 def check(found: set[str], needed: set[str]) -> None:
@@ -180,26 +184,24 @@ def needed_by(model: torch.nn.Module, use: str) -> set[str]:
     ("use", "family"),
     [("linear", name) for name in FAMILIES if name != "square"] + [("compiled", name) for name in COMPILED],
 )
-def test_a_model_asks_for_what_was_made_and_nearly_all_of_it(tmp_path, capsys, family, use):
+def test_a_model_asks_for_what_was_made_and_nearly_all_of_it(tmp_path, wanted, family, use):
     save(tmp_path, family, GPTQ, fp16=True)
-    found = wanted(capsys, tmp_path, "--for", use)
+    found = wanted(tmp_path, "--for", use)
     assert any("-fp16-" in label for label in found)  # as the headers say
     check(found, needed_by(loaded(tmp_path), use))
 
 
-@pytest.mark.parametrize(
-    "form", sorted({*CONFIGS} - {"fp8-blocks", "gptq", "nvfp4", "modelopt-nvfp4", "deepseek-v4", "quark-mixed"})
-)
-def test_so_it_does_in_every_format(tmp_path, capsys, form):
+OF_FOUR_BITS = {"nvfp4", "modelopt-nvfp4"}
+"""Their inputs are quantised as the user says."""
+
+
+@pytest.mark.parametrize("form", sorted({*CONFIGS} - {"fp8-blocks", "gptq", "deepseek-v4", "quark-mixed"}))
+def test_so_it_does_in_every_format(tmp_path, wanted, form):
     """With layers of one shape: a kernel for each m is chosen once."""
     save(tmp_path, "qwen3-moe" if form == "w4afp8" else "square", CONFIGS[form])
-    check(wanted(capsys, tmp_path), needed_by(loaded(tmp_path), "linear"))
-
-
-@pytest.mark.parametrize("form", ["nvfp4", "modelopt-nvfp4"])
-def test_inputs_of_four_bits_are_quantised_as_the_user_says(tmp_path, capsys, form):
-    save(tmp_path, "llama", CONFIGS[form])
-    check(wanted(capsys, tmp_path, "--activation", "e4m3"), needed_by(loaded(tmp_path, activation="e4m3"), "linear"))
+    said = {"activation": "e4m3"} if form in OF_FOUR_BITS else {}
+    found = wanted(tmp_path, *(["--activation", "e4m3"] if said else []))
+    check(found, needed_by(loaded(tmp_path, **said), "linear"))
 
 
 def layers_of_vllm(folder, place: tuple[int, int]) -> torch.nn.Module:
@@ -252,7 +254,7 @@ def standin():
     ("family", "form", "size"),
     [("llama", "float-quantized", 4), ("gemma3", "packed-static", 1), ("qwen3-moe", "awq", 4)],
 )
-def test_vllm_waits_for_what_was_made_and_for_no_more(tmp_path, capsys, standin, family, form, size):
+def test_vllm_waits_for_what_was_made_and_for_no_more(tmp_path, wanted, standin, family, form, size):
     save(tmp_path, family, CONFIGS[form])
     needed = set()
     for number in range(size):
@@ -260,7 +262,7 @@ def test_vllm_waits_for_what_was_made_and_for_no_more(tmp_path, capsys, standin,
             layers = layers_of_vllm(tmp_path, (number, size))
         for spec, *_ in kernels(layers, MAX_M, [torch.bfloat16], "h200", True):
             needed.add((kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)).label)
-    assert wanted(capsys, tmp_path, "--for", "vllm", "--tp", str(size)) == needed
+    assert wanted(tmp_path, "--for", "vllm", "--tp", str(size)) == needed
 
 
 NESTED = {
@@ -273,7 +275,7 @@ LINEAR_ATTENTION |= {"shared_expert_intermediate_size": 128} | EXPERTS
 
 
 @pytest.mark.parametrize("family", NESTED)
-def test_models_of_several_parts_have_the_layers_that_are_loaded(tmp_path, capsys, family):
+def test_models_of_several_parts_have_the_layers_that_are_loaded(tmp_path, wanted, family):
     kind, more = NESTED[family]
     if not hasattr(transformers, kind):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
@@ -286,7 +288,7 @@ def test_models_of_several_parts_have_the_layers_that_are_loaded(tmp_path, capsy
     assert any(isinstance(module, jitgemm.nn.PackedLinear) for module in model.modules())
     given = 64, [torch.bfloat16], "h200"
     assert {spec for spec, *_ in kernels(ahead, *given)} == {spec for spec, *_ in kernels(model, *given)}
-    assert wanted(capsys, tmp_path, "--for", "vllm")
+    assert wanted(tmp_path, "--for", "vllm")
 
 
 # ---- what a folder says, and what it does not ------------------------------------------------------------------------
@@ -302,11 +304,11 @@ def layers_by_format(folder, *options, **more) -> dict[str, set[str]]:
     return found
 
 
-def test_a_folder_that_jitgemm_saved_needs_what_it_saved(tmp_path, capsys):
+def test_a_folder_that_jitgemm_saved_needs_what_it_saved(tmp_path, wanted):
     save(tmp_path, "llama", GPTQ, fp16=True)
     model = loaded(tmp_path)
     model.save_pretrained(tmp_path / "saved")
-    check(wanted(capsys, tmp_path / "saved"), needed_by(model, "linear"))
+    check(wanted(tmp_path / "saved"), needed_by(model, "linear"))
 
 
 @pytest.mark.parametrize("last", [-7, -8])
@@ -342,7 +344,7 @@ def test_experts_are_shared_by_ranks_whole_and_linears_are_cut_by_the_models_pla
         next(models_ahead(tmp_path, tp=4))
 
 
-def test_a_model_in_16_bits_is_ready_for_both_orders_of_codes(tmp_path, capsys):
+def test_a_model_in_16_bits_is_ready_for_both_orders_of_codes(tmp_path, wanted):
     save(tmp_path, "qwen3-moe", None)
     default = format_of("bf16").name
     assert layers_by_format(tmp_path)["q_proj"] == {default}
@@ -352,7 +354,7 @@ def test_a_model_in_16_bits_is_ready_for_both_orders_of_codes(tmp_path, capsys):
     assert layers_by_format(tmp_path, recipe=Recipe(group_size=128))["q_proj"] == {"g128-bf16-any", "g128-bf16-e4m3"}
     options = ("--recipe", '{"bits": 8, "activation": "int8"}')
     assert all("-w8-" in f"-{label}" or "s8" in label or "route" in label or "combine" in label
-               for label in wanted(capsys, tmp_path, *options))  # fmt: skip
+               for label in wanted(tmp_path, *options))  # fmt: skip
     rotating = [spec for model in models_ahead(tmp_path, recipe=Recipe(scheme="two-level", rotation=128))
                 for spec, *_ in kernels(model, 64, [torch.bfloat16], "h200") if hasattr(spec, "rotated")]  # fmt: skip
     assert rotating and all(spec.rotated for spec in rotating)
@@ -360,41 +362,42 @@ def test_a_model_in_16_bits_is_ready_for_both_orders_of_codes(tmp_path, capsys):
     assert layers_by_format(tmp_path, recipe=Recipe(**said))["q_proj"] == {"g64-fp16-z"}
 
 
-def failing(capsys, *argv: str) -> str:
-    with pytest.raises(SystemExit) as exit:
-        main(["warmup", *argv])
-    assert exit.value.code == 2
-    return " ".join(capsys.readouterr().err.split())
+def failing(command, *argv: str) -> str:
+    done = command("warmup", *argv)
+    assert done.code == 2
+    return " ".join(done.stderr.split())
 
 
-def test_without_files_what_no_config_says_is_named(tmp_path, capsys):
+def test_without_files_what_no_config_says_is_named(tmp_path, command):
     save(tmp_path, "llama", GPTQ)
     options, recipe = ("--model", str(tmp_path), "--dry-run"), ("--recipe", '{"scale_dtype": "float16"}')
-    assert "expected no recipe, as its files say all that" in failing(capsys, *options, *recipe)
+    assert "expected no recipe, as its files say all that" in failing(command, *options, *recipe)
     (tmp_path / "model.safetensors").unlink()
-    said = failing(capsys, *options)
+    said = failing(command, *options)
     assert "expected the safetensors files of a model that is quantised already, as its config says (gptq)" in said
     assert "--shape N,K --weight NAME" in said
 
 
-def test_a_damaged_config_or_index_and_a_shape_that_the_config_contradicts_are_named_with_their_files(tmp_path, capsys):
+def test_a_damaged_config_or_index_and_a_shape_that_the_config_contradicts_are_named_with_their_files(
+    tmp_path, command
+):
     save(tmp_path, "llama", GPTQ)
     config, index = tmp_path / "config.json", tmp_path / "model.safetensors.index.json"
     given, options = json.loads(config.read_text()), ("--model", str(tmp_path), "--dry-run")
     for changed, tensor in (("vocab_size", "embed_tokens.weight"), ("intermediate_size", "layers.0.mlp.gate_proj")):
         config.write_text(json.dumps(given | {changed: given[changed] + 128}))
-        said = failing(capsys, *options)
+        said = failing(command, *options)
         assert tensor in said and f" in {tmp_path / 'model.safetensors'}" in said
     for change in ({"num_attention_heads": 0}, {"hidden_size": "many"}, {"architectures": [3]}, {"model_type": []}):
         config.write_text(json.dumps(given | change))
-        assert f"{config}" in failing(capsys, *options)
+        assert f"{config}" in failing(command, *options)
     for text in ("{", "[" * 100000, "[]"):
         config.write_text(text)
-        assert f"{config}" in failing(capsys, *options)
+        assert f"{config}" in failing(command, *options)
     config.write_text(json.dumps(given))
     (tmp_path / "model.safetensors").unlink()
     index.write_text('{"weight_map": {}}')
-    said = failing(capsys, *options)
+    said = failing(command, *options)
     assert f"expected a weight_map that names tensors in {index}, found {{}}" in said
 
 

@@ -69,7 +69,7 @@ YIELDING = {
     "every other multiply-add of a run": (word(FFMA) * 5, [0, 1, 0, 1, 0]),
     "a multiply does not end a run": (word(FFMA) + word(MULTIPLY) + word(FFMA), [0, 0, 1]),
     "another instruction does": (word(FFMA) + word(BRANCH) + word(FFMA), [0, 0, 0]),
-    "as ptxas has set them since CUDA 12.9": (word(FFMA, yielding=True) + word(FFMA) + word(FFMA, yielding=True), [1, 0, 1]),
+    "as ptxas has set them": (word(FFMA, yielding=True) + word(FFMA) + word(FFMA, yielding=True), [1, 0, 1]),
     "one in so many, wherever it stands": (MIXED, [0, 0, 0, 0, 0, 0, 1, 0, 0], Yields(every=4, conversions=False)),
     "integer instructions and conversions in turn": (word(LOP3) * 2 + word(I2FP) + word(FFMA), [0, 1, 0, 0]),
     "conversions": (word(I2FP) * 3, [0, 1, 0]), "no conversions": (word(I2FP) * 3, [0, 0, 0], NO_CONVERSIONS),

@@ -181,9 +181,9 @@ def test_a_gemm_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch)
         "lhs_zero": x_zero, "row_sum": weight.row_sum,
     }  # fmt: skip
     assert fields == {name: tensor.data_ptr() for name, tensor in tensors.items()} | {
-        "lhs_stride": x.stride(0), "lhs_scale_stride": 1, "lhs_zero_stride": 1, "m": x.shape[0], "n": weight.n, "k": weight.k,
-        "channel_scale_type": DTYPES["fp16"].number, "bias_type": DTYPES["bf16"].number, "last_rows": x.shape[0],
-        "chunk_blocks": 0, "chunk_rows": 0,
+        "lhs_stride": x.stride(0), "lhs_scale_stride": 1, "lhs_zero_stride": 1, "m": x.shape[0], "n": weight.n,
+        "k": weight.k, "channel_scale_type": DTYPES["fp16"].number, "bias_type": DTYPES["bf16"].number,
+        "last_rows": x.shape[0], "chunk_blocks": 0, "chunk_rows": 0,
     }  # fmt: skip
     mapped = [int.from_bytes(each, "little") for each in (x_map, last_x_map, out_map)]
     assert mapped == [x.data_ptr(), x.data_ptr(), out.data_ptr()]
@@ -302,7 +302,8 @@ def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeyp
     assert fields == {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()} | {
         "x_row_bytes": 2 * k, "q_row_bytes": k, "m": inputs.x.shape[0], "k": k, "eps": before.eps,
         "norm_weight_type": DTYPES["bf16"].number, "gate_limit": float("inf"), "gate_alpha": 1.0, "scale_row_stride": 0,
-        "scale_block_stride": 0, "residual_row_bytes": 4 * k, "sum_row_bytes": 6 * k, "rows_of_count": 0, "given_stride": 0,
+        "scale_block_stride": 0, "residual_row_bytes": 4 * k, "sum_row_bytes": 6 * k, "given_stride": 0,
+        "rows_of_count": 0,
     }  # fmt: skip
     given = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
     assert given == list(fields.values())[: len(given)]
