@@ -1,7 +1,7 @@
-"""scripts/vllm_engine.py: engines take turns, and their figures are those of steps with all sequences in them; the
-checkpoints whose logprobs it compares hold one and the same weights.
+"""scripts/vllm_engine.py and sglang_engine.py: engines take turns, and their figures are those of steps with all sequences
+in them; logprobs are compared, and the checkpoints that they are of hold one and the same weights.
 
-vLLM is a stand-in, in the script's own processes: with a clock of its own, or with logprobs that the test says.
+vLLM and SGLang are stand-ins, in the scripts' own processes: with a clock of their own, or with logprobs that the test says.
 """
 
 import json
@@ -23,10 +23,29 @@ from jitgemm.serving.experts import CollectedExperts
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
+import sglang_engine
 import vllm_engine
 from engine_lib import checkpoints, made_up, turns
 
-STANDIN = '''
+
+@pytest.fixture
+def standin(tmp_path, monkeypatch):
+    """standin(name, source): a library that the scripts' processes import."""
+
+    def put(name, source):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+        monkeypatch.setattr(turns.signal, "signal", lambda *_: None)  # this process keeps its own
+
+    return put
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+VLLM_CLOCK = '''
 import json
 import os
 import time
@@ -76,14 +95,49 @@ class LLM:
 '''
 
 
-@pytest.fixture
-def speed(tmp_path, monkeypatch, capsys):
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(STANDIN)
-    monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+SGLANG_CLOCK = '''
+import json
+import os
+import time
+from pathlib import Path
 
-    monkeypatch.setattr(turns.signal, "signal", lambda *_: None)  # this process keeps its own
+now = 0.0
+time.perf_counter = lambda: now
+
+
+class Engine:
+    """Takes a request in each of the first steps, at 7 ms more, and hands tokens over as SGLang does."""
+
+    def __init__(self, model_path, stream_interval, disable_overlap_schedule=False, **arguments):
+        config = json.loads(Path(model_path, "config.json").read_text())
+        assert arguments["load_format"] == "dummy" and arguments["attention_backend"] == "triton"
+        self.every, self.step_s = stream_interval, 2e-3 if disable_overlap_schedule else 1e-3
+        assert config["quantization_config"]["quant_method"] == "fp8"
+
+    def generate(self, input_ids, sampling_params, stream):
+        global now
+        waiting, made, left = list(range(len(input_ids))), {}, sampling_params["max_new_tokens"]
+        while waiting or made:
+            now += self.step_s
+            if waiting:
+                now += 0.007
+                made[waiting.pop(0)] = 0
+            for i in list(made):
+                made[i] += 1
+                if made[i] % self.every == 1 or made[i] == left:
+                    yield {"index": i, "meta_info": {"completion_tokens": made[i]}}
+                if made[i] == left:
+                    del made[i]
+
+    def shutdown(self):
+        Path(os.environ["SHUT_DOWN"]).touch()
+'''
+
+
+@pytest.fixture
+def speed(standin, tmp_path, monkeypatch, capsys):
+    standin("vllm", VLLM_CLOCK)
+    monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
 
     def run(steps, rounds=3, **more):
         monkeypatch.setenv("STEPS", json.dumps(steps))
@@ -96,8 +150,7 @@ def speed(tmp_path, monkeypatch, capsys):
             vllm_engine.speed(engines=[f"llama8b/{quant}" for quant in steps], **given)
         except SystemExit as ended:
             code = ended.code
-        rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        return code, capsys.readouterr().out, {row["quant"]: row for row in rows}
+        return code, capsys.readouterr().out, {row["quant"]: row for row in rows_of(out)}
 
     return run
 
@@ -138,7 +191,21 @@ def test_an_engine_that_does_not_answer_is_ended():
     assert turns.answer(engine, 0.1, "16") == "" and engine.wait(10) != 0
 
 
-# ---- MXFP4 -----------------------------------------------------------------------------------------------------------
+def test_a_step_is_timed_while_all_sequences_are_in_it(standin, tmp_path, monkeypatch, capsys):
+    standin("sglang", SGLANG_CLOCK)
+    monkeypatch.setenv("SHUT_DOWN", str(tmp_path / "down"))
+    given = {"rounds": 1, "steps": 512, "start_seconds": 300, "seconds": 300, "more": '{"attention_backend": "triton"}'}
+    out = tmp_path / "out.jsonl"
+    sglang_engine.speed(engines=["llama8b/fp8", "llama8b/fp8+sync"], out=str(out), **given)
+    rows = {row["quant"]: row for row in rows_of(out)}
+    assert rows["fp8"]["rounds"]["step_us_1"] == [1000] and rows["fp8+sync"]["step_us_1"] == 2000
+    assert rows["fp8"]["step_us_16"] == rows["fp8"]["step_us_64"] == 1000  # without what admission takes
+    assert rows["fp8"]["prefill_tokens_s"] == round(8 * 2048 / (8 * 0.008))
+    assert rows["fp8"]["started_beside"] == 1 and {"start_s", "date", "device", "commit", "model"} <= set(rows["fp8"])
+    assert (tmp_path / "down").exists()
+
+
+# ---- engines, and weights that are made up ---------------------------------------------------------------------------
 
 
 def test_models_in_mxfp4_have_both_configs_of_the_same_experts():
@@ -148,6 +215,26 @@ def test_models_in_mxfp4_have_both_configs_of_the_same_experts():
         assert vllm_engine.engine_of(model, "marlin+sync") == (theirs, marlin)
         config, found = vllm_engine.engine_of(model, 'jitgemm:{"activation": "e4m3_block"}')
         assert config == ours and found["hf_overrides"] == {"jitgemm": {"activation": "e4m3_block"}}
+
+
+def test_an_engine_of_sglang_s_has_its_config_where_it_or_the_plug_in_reads_it():
+    def overrides(arguments):
+        assert arguments["quantization"] == "jitgemm"
+        return json.loads(arguments["json_model_override_args"])["jitgemm"]
+
+    engine_of, f16 = sglang_engine.engine_of, {"sums": "f16"}
+    config, arguments = engine_of("llama8b", 'jitgemm:{"sums": "f16"}')
+    assert config == {"quant_method": "jitgemm", "group_size": 128, **f16} and arguments == {}
+    config, arguments = engine_of("llama8b", 'jitgemm-w4a8:{"sums": "f16"}')
+    assert config["quant_method"] == "compressed-tensors" and overrides(arguments) == f16
+    config, arguments = engine_of("gpt-oss-120b", "sglang")
+    assert config["quant_method"] == "mxfp4" and arguments == {}
+    marlin = {"moe_runner_backend": "marlin", "disable_overlap_schedule": True}
+    assert engine_of("gpt-oss-120b", "marlin+sync") == (config, marlin)
+    found, arguments = engine_of("gpt-oss-120b", 'jitgemm:{"sums": "f16"}')
+    assert found == config and overrides(arguments) == f16
+    with pytest.raises(ValueError, match="QUANT: expected bf16, fp8, .* got 'fp9'"):
+        engine_of("llama8b", "fp9")
 
 
 def test_layers_take_experts_in_turn():
@@ -194,7 +281,7 @@ def test_made_up_weights_have_random_codes_near_scales_and_wide_routers():
 
 # ---- logprobs --------------------------------------------------------------------------------------------------------
 
-SAYS = """
+VLLM_SAYS = """
 import atexit
 import json
 import os
@@ -227,11 +314,9 @@ class LLM:
 
 
 @pytest.fixture
-def says(tmp_path, monkeypatch):
+def says(standin, monkeypatch):
     """Has the stand-in answer {engine: (logprob in the first prompt, in the others, third token that it makes)}."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(SAYS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    standin("vllm", VLLM_SAYS)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     monkeypatch.setattr(vllm_engine, "small", configs_alone)
     return lambda answers: monkeypatch.setenv("SAYS", json.dumps(answers))
@@ -276,7 +361,7 @@ def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(tmp_path, says):
     says({f"{name} 2": (*values, 7) for name, values in said.items()})
     out = tmp_path / "out.jsonl"
     vllm_engine.logprobs("dense", str(out), 2, None)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = rows_of(out)
     assert all(row["kind"] == "dense" and row["tp"] == 2 and "commit" in row for row in rows)
     found = {f"{row['checkpoint']} {row['engine']}": row for row in rows}
     assert [name for name in found if "failed" in found[name]] == ["compressed-tensors vllm-eager"]
@@ -301,10 +386,42 @@ def test_numbers_of_gpus_are_compared_by_tokens_and_logprobs(tmp_path, says):
     says(said)
     out, quants = tmp_path / "out.jsonl", ['jitgemm:{"tp_invariant": true}', "jitgemm", 'jitgemm:{"sums": "exact"}']
     vllm_engine.same(quants, str(out), "dense", [1, 2], ["eager", "compiled"], 60)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = rows_of(out)
     each = [(quant, mode, [1, 2]) for quant in quants for mode in ("eager", "compiled")]
     assert [(row["quant"], row["mode"], row["tp"]) for row in rows] == each
     assert [row.get("failed") for row in rows] == [None] * 4 + [[2]] * 2
     found = [(row["equal_tokens"], row["equal_logprobs"], row["most_apart"]) for row in rows[:4]]
     assert found == 3 * [(True, True, 0)] + [(False, False, 0.5)]
     assert rows[0]["tokens"] == 8 * 24 and rows[0]["logprobs"] == 8 * 24 + sum(63 + 50 * i for i in range(8))
+
+
+SGLANG_SAYS = """
+import json
+import os
+
+
+class Engine:
+    def __init__(self, model_path, quantization="sglang", **arguments):
+        self.says = json.loads(os.environ["SAYS"])[f"{os.path.basename(model_path)} {quantization}"]
+
+    def generate(self, input_ids, sampling_params, return_logprob, logprob_start_len):
+        for ids in input_ids:
+            found = [(None, ids[0], None)] + [(self.says[len(ids) > 64], each, None) for each in ids[1:]]
+            yield {"meta_info": {"input_token_logprobs": found}}
+
+    def shutdown(self):
+        pass
+"""
+
+
+def test_sglang_s_logprobs_are_those_of_its_own_kernels_and_of_jitgemm(standin, tmp_path, monkeypatch):
+    standin("sglang", SGLANG_SAYS)
+    files = [f"{name} {engine}" for name in checkpoints.KINDS["dense"] for engine in ("sglang", "jitgemm")]
+    says = {each: (-2, -3.5) for each in files} | {"bf16 sglang": (-2, -3), "gptq sglang": (-2.25, -3)}
+    monkeypatch.setenv("SAYS", json.dumps(says))
+    monkeypatch.setattr(sglang_engine, "small", lambda *_: None)
+    out = tmp_path / "out.jsonl"
+    sglang_engine.logprobs("dense", str(out), "{}")
+    rows = {(row["checkpoint"], row["engine"]): row["most_apart"] for row in rows_of(out)}
+    ours = {(name, "jitgemm"): 0.5 for name in checkpoints.KINDS["dense"]}
+    assert rows == {("bf16", "bf16"): 0, ("gptq", "sglang"): 0.25} | ours
