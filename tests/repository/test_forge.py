@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -80,9 +79,8 @@ def test_placeholders_of_the_owner_are_replaced_everywhere_or_nowhere():
 
 def test_the_citation_is_of_this_version():
     assert f"version: {jitgemm.__version__}\n" in read("CITATION.cff")
-    assert f"date-released: {re.search(r'^## [0-9.]+ .([0-9-]+).', read('CHANGELOG.md'), re.MULTILINE)[1]}" in read(
-        "CITATION.cff"
-    )
+    date = re.search(r"^## [0-9.]+ .([0-9-]+).", read("CHANGELOG.md"), re.MULTILINE)[1]
+    assert f"date-released: {date}" in read("CITATION.cff")
 
 
 def test_constraints_pin_every_requirement_within_its_bounds():
@@ -92,10 +90,3 @@ def test_constraints_pin_every_requirement_within_its_bounds():
     for text in (*PROJECT["dependencies"], *extras["test"], *extras["docs"], *extras["libraries"]):
         requirement = requirements.Requirement(text)
         assert requirement.specifier.contains(pins[requirement.name]), text
-
-
-@pytest.mark.parametrize("line", ["", "11"])
-def test_a_line_of_nvrtc_must_be_named(line):
-    command = [ROOT / "scripts" / "test_nvrtc.sh", *line.split()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "usage: scripts/test_nvrtc.sh 12|13" in done.stderr

@@ -41,13 +41,14 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 PACKAGES = {name: name.split(".")[1] for name in MODULES if name.count(".") and not name.endswith("__main__")}
 
 
 def imports(name: str) -> set[str]:
     """Every module of the package that this one imports, wherever the statement stands."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} imports relatively"
             for alias in node.names:
@@ -81,9 +82,8 @@ def ops_named(tree: ast.AST) -> set[str]:
 
 
 def test_ops_are_named_in_the_package_that_defines_them_or_above():
-    trees = {name: ast.parse(MODULES[name].read_text(encoding="utf-8")) for name in PACKAGES}
-    homes = {op: PACKAGES[name] for name, tree in trees.items() for op in ops_defined(tree)}
-    named = [(name, op) for name, tree in trees.items() for op in ops_named(tree)]
+    homes = {op: PACKAGES[name] for name in PACKAGES for op in ops_defined(TREES[name])}
+    named = [(name, op) for name in PACKAGES for op in ops_named(TREES[name])]
     assert ("jitgemm.graph.inductor", "gemm_w4a8_nt") in named
     upwards = [
         (name, op) for name, op in named if homes[op] != PACKAGES[name] and LAYER[homes[op]] >= LAYER[PACKAGES[name]]
@@ -93,7 +93,7 @@ def test_ops_are_named_in_the_package_that_defines_them_or_above():
 
 @pytest.mark.parametrize("package", sorted({name for name in PACKAGES if (PACKAGE / name.split(".", 1)[1]).is_dir()}))
 def test_a_package_lists_its_files(package):
-    docstring = ast.get_docstring(ast.parse(MODULES[package].read_text(encoding="utf-8")))
+    docstring = ast.get_docstring(TREES[package])
     listed = re.findall(r"^ *(\w+)  +\w", docstring, re.MULTILINE)
     assert sorted(listed) == sorted(name.rpartition(".")[2] for name in PACKAGES if name.rpartition(".")[0] == package)
 

@@ -14,8 +14,6 @@ from byte_tokenizer import byte_tokenizer
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import accuracy_model
 
 SIZES = {

@@ -4,7 +4,6 @@ they are timed."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))
-
 import benchmark
 import benchmark_moe_layer
 import benchmark_quantize
@@ -30,7 +27,6 @@ from benchmark_lib.ours import kernel_label, weight_of
 from benchmark_lib.table import ours_rows
 from benchmark_lib.timing import relative_spread
 
-import jitgemm
 from jitgemm.jit.cache import KernelCache
 from jitgemm.select.devices import device_spec
 
@@ -143,12 +139,6 @@ def test_a_formats_bytes_count_scales_and_zero_points():
     more |= {"nvfp4_g16": 256, "mxfp4_ch": 128, "int8_2l": 2 * 32 + 2}
     for name, scales in more.items():
         assert parse_format(name).weight_bytes(4096, 4096) == codes + 4096 * scales, name
-
-
-def test_nvfp4_data_is_near_the_weight():
-    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
-    found = jitgemm.pack_nvfp4(*data.quantise_nvfp4(w)).dequantize()
-    assert float((found - w).norm() / w.norm()) < 0.12
 
 
 def test_peers_are_picked_by_name_and_by_library():
@@ -269,21 +259,13 @@ def test_the_best_of_its_kind_leaves_other_kinds_out():
 
 
 class FakeTimed:
-    """Takes the calls without a GPU: every replay of "fast" takes 2 us a call, of all others 4."""
+    """Takes the calls without a GPU: what the first returns is its time."""
 
     def __init__(self, calls):
-        self.calls, self.turns = len(calls), []
-        self.each = calls[0]()
+        self.calls, self.turns, self.times, self.us, self.spread = len(calls), [], [0.0], calls[0](), 0.0
 
     def turn(self, replays):
-        self.turns.append([self.each] * replays)
-
-    @property
-    def times(self):
-        return [value for turn in self.turns for value in turn]
-
-    us = property(lambda self: self.times[0])
-    spread = property(lambda self: 0.0)
+        self.turns.append(replays)
 
 
 def fake(name: str, us: float, ours: bool = False, error: Exception | None = None, bits: int = 4) -> Contestant:
@@ -389,7 +371,8 @@ def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, moe, mon
 
 @pytest.mark.parametrize(("name", "moe"), [
     *((name, False) for name in (
-        "e4m3_g128_any_bi", "e4m3_g64z", "int8_ch", "e4m3_g64_b128", "w8_int8_ch", "w8_e4m3_block_b128e")),
+        "e4m3_g128_any_bi", "e4m3_g64z", "int8_ch", "e4m3_g64_b128", "w8_int8_ch", "w8_e4m3_block_b128e", "nvfp4_g16",
+        "int8_2l", "mxfp4_g32", "int8_g32o_x")),
     *((name, True) for name in ("e4m3_g128", "e4m3_g64z_bi", "int8_g32", "int8_ch", "w8_e4m3_block_b128e")),
 ])  # fmt: skip
 def test_our_results_pass_both_checks_and_wrong_ones_do_not(name, moe):
@@ -467,22 +450,6 @@ def test_a_preset_gives_both_gemms_of_its_experts():
     experts = Experts(128, 8, 128)
     assert {(cell.n, cell.k, cell.experts) for cell in cells} == {(1536, 2048, experts), (2048, 768, experts)}
     assert [cell.m for cell in cells] == 2 * [1, 64]
-
-
-def test_rows_of_a_routing_meet_the_weight_of_their_expert():
-    source, tokens = source_of(moe=True), 40
-    x, offsets = source.activations(tokens), source.offsets(tokens)
-    for call in source.checked(tokens, cells_lib.ROUTINGS):
-        load = source.cell(tokens).loads[call]
-        assert offsets[call].diff().tolist() == list(load) and offsets[call][0] == 0
-        rows = source.sample(tokens, call)
-        assert len(rows) and rows.max() < sum(load) <= len(x)
-        ends = enumerate(zip(offsets[call], offsets[call][1:]))
-        expected = torch.cat([x[a:b].float() @ source.expert(e).weight.float().T for e, (a, b) in ends])
-        torch.testing.assert_close(source.plain(tokens, rows, call), expected[rows])
-        # The expert that has the most rows, and the last one that has some.
-        experts = load.index(max(load)), max(e for e in range(5) if load[e])
-        assert {sum(load[:e]) for e in experts} <= set(rows.tolist())
 
 
 def test_torch_s_grouped_gemm_passes_the_check_and_another_expert_s_weight_does_not():

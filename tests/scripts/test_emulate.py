@@ -4,16 +4,12 @@ arguments."""
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from emulate import app
 from marks import emulated
 from typer.testing import CliRunner
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from emulate import app
 
 SCALE = """
 extern "C" __global__ void scale(float* out, const float* x, float a, int n) {

@@ -7,7 +7,6 @@ vLLM and SGLang are stand-ins, in the scripts' own processes: with a clock of th
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +20,6 @@ from jitgemm.nn.recipe import Recipe
 from jitgemm.serving.experts import CollectedExperts
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))
-
 import sglang_engine
 import vllm_engine
 from engine_lib import checkpoints, made_up, turns

@@ -13,8 +13,6 @@ from pathlib import Path
 import builders
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
 import gpu_note
 
 WHOLE = "collected 90 items / 40 deselected / 50 selected\n\ntests/test_a.py ...F\n"

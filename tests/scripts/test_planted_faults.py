@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))
-
 import planted_faults
 
 FAULTS = planted_faults.read_faults()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import register_bound
 from benchmark_lib.cells import parse_format
 from register_bound import DEVICE, MAX_SPILL_BYTES, Built, app, build_all, sample
+from typer.testing import CliRunner
 
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.spec import KernelSpec

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
+import sanitize
 from emulator.device import cuda_is_cpu
 from marks import emulated
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import sanitize
 
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.select.devices import DEVICES

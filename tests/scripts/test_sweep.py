@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))
-
 import sweep
 from benchmark_lib.cells import ROUTINGS
 from sweep import Sweep, held_out, regrets, summary

@@ -1,0 +1,6 @@
+"""Tests of this folder import scripts."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
