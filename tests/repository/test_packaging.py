@@ -38,7 +38,7 @@ keys = [kernel_source(spec).key(info), quantize_source(quantize_spec(256, "bf16"
 
 IN_USE = f"""
 import json
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 
 import torch
 
@@ -47,16 +47,10 @@ import jitgemm
 weight = jitgemm.pack_w4(torch.full((8, 32), 3, dtype=torch.int8), torch.ones(8, 1), group_size=32)
 out = torch.empty(2, 8, dtype=torch.bfloat16)
 jitgemm.gemm_w4a8_bf16_nt(jitgemm.quantize_activations(torch.ones(2, 32), torch.int8), weight, out)
-print(json.dumps([jitgemm.__file__, jitgemm.__version__, version("jitgemm"), out.unique().tolist(), keys]))
-"""
-
-
-PLUG_IN = """
-from importlib.metadata import distribution
-
 groups = "vllm.general_plugins", "sglang.srt.plugins"
-for plug_in in sorted(each for each in distribution("jitgemm").entry_points if each.group in groups):
-    print(plug_in.name, plug_in.value, plug_in.load().__code__.co_filename)
+plug_ins = sorted(each for each in distribution("jitgemm").entry_points if each.group in groups)
+plug_ins = [[each.name, each.value, each.load().__code__.co_filename] for each in plug_ins]
+print(json.dumps([jitgemm.__file__, jitgemm.__version__, version("jitgemm"), out.unique().tolist(), keys, plug_ins]))
 """
 
 
@@ -121,14 +115,16 @@ def test_the_sdist_has_what_tests_and_docs_need_and_no_leftovers(sdist):
     assert [name for name in files if "__pycache__" in name or name.endswith((".pyc", ".jgk"))] == []
 
 
-def test_an_installed_package_works_and_renders_the_same_kernels(installed):
-    file, version, metadata, results, keys = json.loads(run_elsewhere(installed / "python", "-c", IN_USE))
-    assert Path(file).is_relative_to(installed.parent)
-    assert version == metadata == jitgemm.__version__
-    assert results == [96.0]
+def test_an_installed_package_works_renders_the_same_kernels_and_brings_engines_plug_ins(installed):
+    found = json.loads(run_elsewhere(installed / "python", "-c", IN_USE))
+    file, version, metadata, results, keys, plug_ins = found
+    assert version == metadata == jitgemm.__version__ and results == [96.0]
     here: dict[str, list[str]] = {}
     exec(KEYS, here)
     assert keys == here["keys"]
+    names = [(name, value) for name, value, _ in plug_ins]
+    assert names == [("jitgemm", f"jitgemm.{engine}:register") for engine in ("sglang", "vllm")]
+    assert all(Path(each).is_relative_to(installed.parent) for each in (file, *(place for *_, place in plug_ins)))
 
 
 def test_an_installed_package_brings_the_command(installed):
@@ -137,14 +133,6 @@ def test_an_installed_package_brings_the_command(installed):
     assert report["packages"]["jitgemm"] == jitgemm.__version__
     assert report["python"].endswith(str(installed / "python"))
     assert report["cache"] and not any(Path(folder).is_relative_to(ROOT) for folder in report["cache"])
-
-
-def test_an_installed_package_brings_the_plug_ins_of_engines(installed):
-    lines = run_elsewhere(installed / "python", "-c", PLUG_IN).splitlines()
-    for line, engine in zip(lines, ("sglang", "vllm"), strict=True):
-        name, value, file = line.split()
-        assert (name, value) == ("jitgemm", f"jitgemm.{engine}:register")
-        assert Path(file).is_relative_to(installed.parent)
 
 
 def test_lint_and_format_are_clean():

@@ -23,21 +23,6 @@ def no_variables(monkeypatch):
     settings._folder.cache_clear()
 
 
-def roots_of(folder: Path, **variables: str) -> list[str]:
-    """`cache_roots()` of a copy of the package in `folder`, in a process of its own."""
-    shutil.copytree(PACKAGE, folder / "jitgemm", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(PACKAGE.parent / "jitgemm_cli.py", folder)
-    script = "import jitgemm_cli; from jitgemm import settings; print(*settings.cache_roots(), sep='\\n')"
-    environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-def default_roots(folder: Path) -> list[str]:
-    return roots_of(folder, XDG_CACHE_HOME=str(folder / "home"))
-
-
 def test_cache_dir_is_a_list_of_stripped_names_and_is_read_at_every_use(monkeypatch, tmp_path):
     monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join([f"{tmp_path / 'a'} ", "", " ", " ~/b"]))
     assert settings.cache_roots() == [tmp_path / "a", Path.home() / "b"]
@@ -74,23 +59,22 @@ def test_a_relative_folder_is_left_out_where_the_working_folder_was_deleted(monk
 
 
 def test_without_a_home_there_is_no_user_folder_and_no_error(monkeypatch, tmp_path):
-    def no_home(text: str) -> str:
-        return text
-
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("os.path.expanduser", no_home)
+    monkeypatch.setattr("os.path.expanduser", lambda text: text)
     checkout = settings.checkout_dir()
     assert settings.cache_roots() == ([checkout / "cache"] if checkout else [])
 
 
-def test_a_checkout_caches_in_its_own_folder_and_then_in_the_users(tmp_path):
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "jitgemm"\n')
-    assert default_roots(tmp_path) == [str(tmp_path / "cache"), str(tmp_path / "home" / "jitgemm")]
-
-
-def test_an_installed_package_caches_in_the_user_folder(tmp_path):
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "something-else"\n')
-    assert default_roots(tmp_path) == [str(tmp_path / "home" / "jitgemm")]
+@pytest.mark.parametrize(("project", "own"), [("jitgemm", ["cache"]), ("something-else", [])])
+def test_a_checkout_caches_in_its_own_folder_before_the_users(tmp_path, project, own):
+    """Of a copy of the package, in a process of its own."""
+    shutil.copytree(PACKAGE, tmp_path / "jitgemm", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PACKAGE.parent / "jitgemm_cli.py", tmp_path)
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{project}"\n')
+    script = "import jitgemm_cli; from jitgemm import settings; print(*settings.cache_roots(), sep='\\n')"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "home")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == [str(tmp_path / each) for each in (*own, "home/jitgemm")], done.stderr
 
 
 def test_jit_modes(monkeypatch):
@@ -114,12 +98,6 @@ def test_flags(monkeypatch, name, asked, default):
     monkeypatch.setenv(f"JITGEMM_{name}", "2")
     with pytest.raises(ValueError, match=f"JITGEMM_{name}: expected 0 or 1, got '2'"):
         asked()
-
-
-def test_dump_dir(monkeypatch, tmp_path):
-    assert settings.dump_dir() is None
-    monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path))
-    assert settings.dump_dir() == tmp_path
 
 
 def test_every_variable_that_is_read_is_in_the_table():

@@ -9,28 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from byte_tokenizer import byte_tokenizer
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 import accuracy_model
-
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 512,
-}  # fmt: skip
+from model_folders import SIZES, folder_of, model_of
 
 
 @pytest.fixture
 def folder(tmp_path, quiet_transformers) -> Path:
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    words = random.Random(0).choices(
-        "a scale of the weight and its group is what codes are multiplied by".split(), k=6000
-    )
-    (tmp_path / "text").write_text(" ".join(words))
+    folder_of(tmp_path / "model", model_of("Llama", torch.float32, **SIZES | {"num_hidden_layers": 1}))
+    words = "a scale of the weight and its group is what codes are multiplied by".split()
+    (tmp_path / "text").write_text(" ".join(random.Random(0).choices(words, k=6000)))
     return tmp_path
 
 

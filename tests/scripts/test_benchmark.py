@@ -25,7 +25,6 @@ from benchmark_lib.contestant import EXACT, WIDER, Contestant, Run
 from benchmark_lib.contestants import pick
 from benchmark_lib.ours import kernel_label, weight_of
 from benchmark_lib.table import ours_rows
-from benchmark_lib.timing import relative_spread
 
 from jitgemm.jit.cache import KernelCache
 from jitgemm.select.devices import device_spec
@@ -327,12 +326,6 @@ def test_everybody_gets_a_turn_a_round_with_changing_neighbours():
     before = {name: {a for a, b in zip(turns, turns[1:]) if b == name} for name in names}
     assert min(map(len, before.values())) >= 5
     assert turns == run_lib._turns(dict.fromkeys(names), run_lib.Settings(11, 1, False, False))
-
-
-def test_spread_is_from_the_10th_to_the_90th_percentile():
-    assert relative_spread([5.0] * 9) == 0.0
-    assert relative_spread([float(i) for i in range(101)]) == pytest.approx(80 / 50)
-    assert relative_spread([10.0] * 50 + [100.0]) == 0.0  # one outlier is no noise
 
 
 # our weights, right and wrong results, on the CPU

@@ -131,9 +131,3 @@ class TestGemm:
     def test_wrong_kernels_are_named(self, label, expected):
         code, output = invoke("gemm", label, 20, 72, 416)
         assert code == 2 and expected in output, output
-
-
-@pytest.mark.parametrize("command", ["cuda", "gemm"])
-def test_help_teaches(command):
-    code, output = invoke(command, "--help")
-    assert code == 0 and "Examples: python scripts/emulate.py" in output and "Exit codes: 0" in output

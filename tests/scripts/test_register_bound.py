@@ -45,8 +45,3 @@ def test_the_command_compiles_a_sample_and_fails_for_a_legal_one_that_is_badly_b
     ):  # fmt: skip
         monkeypatch.setattr(register_bound, "build_all", lambda jobs, built=built: [built])
         assert CliRunner().invoke(app, arguments).exit_code == code
-
-
-def test_wrong_arguments_are_named():
-    done = CliRunner().invoke(app, ["--format", "int4"])
-    assert done.exit_code == 2 and "--format" in done.output
