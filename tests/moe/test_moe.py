@@ -158,7 +158,7 @@ def test_counted_rows_without_a_gate_or_indices_are_the_masked_kernels():
     quantize(inputs)
 
 
-@pytest.mark.parametrize("shape", [(), (1, 1), (2, 1), (0,)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1, 1), (2, 1), (0,), (3,)], ids=str)
 def test_counts_of_rows_that_no_kernel_reads_are_refused(shape):
     count = torch.ones(shape, dtype=torch.int32)
     with pytest.raises(ValueError, match="row_count: expected .*got"):

@@ -129,13 +129,6 @@ def test_what_is_wrong_is_named_before_anything_is_written(name, change, message
     assert bool((given["out"] == 7).all())
 
 
-@pytest.mark.parametrize("rows, parts", [(8, 3), (2, 4)])
-def test_rows_that_are_no_equal_parts_are_refused(rows, parts):
-    count = torch.ones(parts, dtype=torch.int32)
-    with pytest.raises(ValueError, match=f"row_count: expected as many elements as {rows} rows have equal parts"):
-        quantize(QuantizeCall(torch.ones(rows, 64), activation_of(E4M3, "token", False), row_count=count))
-
-
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
