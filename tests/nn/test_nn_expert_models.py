@@ -425,73 +425,66 @@ def test_no_more_than_one_expert_is_in_memory_beside_the_packed_weight(monkeypat
 # ---- stacked in the file ---------------------------------------------------------------------------------------------
 
 
-def fp8(w: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [E, n, k], scales [E, n / rows, k / columns], and what they stand for."""
-    blocks = w.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
-    scale = blocks.abs().amax((2, 4)) / 448
-    q = (blocks / scale[:, :, None, :, None]).flatten(3).flatten(1, 2).to(torch.float8_e4m3fn)
-    return q, scale, q.float() * scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+def fp8_file(name: str, by: str) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
+    """Tensors by FP8Experts' names: e4m3 codes and, of each expert, a scale, one of its gate and one of up, or blocks'."""
+    dense = build(name).bfloat16().float()
+    tensors = {n: x.clone() for n, x in dense.state_dict().items()}
+    for path, module in experts_of(dense).items():
+        for parameter in ("gate_up_proj", "down_proj"):
+            w = getattr(module, parameter).detach()
+            w = w.transpose(1, 2) if module.is_transposed else w
+            halves = 2 if by == "gate and up" and parameter == "gate_up_proj" else 1
+            rows, columns = (32, 32) if by == "blocks" else (w.shape[1] // halves, w.shape[2])
+            blocks = w.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
+            scale = blocks.abs().amax((2, 4)) / 448
+            q = (blocks / scale[:, :, None, :, None]).flatten(3).flatten(1, 2).to(torch.float8_e4m3fn)
+            exact = q.float() * scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+            getattr(module, parameter).data = exact.transpose(1, 2) if module.is_transposed else exact
+            tensors |= {f"{path}.{parameter}": q, f"{path}.{parameter}_scale_inv": scale}
+    return tensors, dense
 
 
 @pytest.mark.parametrize("by", ["tensor", "gate and up", "blocks"])
 @pytest.mark.parametrize("static", [False, True])
 def test_fp8_experts_of_transformers_names_are_read_as_stacked(tmp_path, by, static):
-    """`gate_up_proj_scale_inv` of FP8Experts: a scalar for each expert, one for its gate and one for up, or blocks."""
     hf = pytest.importorskip("jitgemm.hf")
-    model, dense = build("qwen3").bfloat16(), build("qwen3").bfloat16().float()
+    model, (tensors, dense) = build("qwen3").bfloat16(), fp8_file("qwen3", by)
     model.save_pretrained(tmp_path)
-    stacked = tuple(experts_of(model))
-    tensors = {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}
-    for name, module in experts_of(dense).items():
-        for parameter in ("gate_up_proj", "down_proj"):
-            w = getattr(module, parameter).detach()
-            n, k = w.shape[1:]
-            halves = 2 if by == "gate and up" and parameter == "gate_up_proj" else 1
-            q, scale, exact = fp8(w, *((32, 32) if by == "blocks" else (n // halves, k)))
-            getattr(module, parameter).data = exact
-            tensors |= {f"{name}.{parameter}": q, f"{name}.{parameter}_scale_inv": scale}
-            if static:
-                tensors[f"{name}.{parameter}_activation_scale"] = torch.full((E,), 0.05)
+    stacked = list(experts_of(model))
+    if static:
+        each = [f"{name}.{parameter}" for name in stacked for parameter in ("gate_up_proj", "down_proj")]
+        tensors |= {f"{name}_activation_scale": torch.full((E,), 0.05) for name in each}
     told = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
     told |= {"weight_block_size": [32, 32] if by == "blocks" else None}
     text = json.loads((tmp_path / "config.json").read_text())
     checkpoints.save(tmp_path, tensors)
     (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": told}))
     report = load_(model, tmp_path)
-    assert report == list(stacked) and same_weights(model, dense)
+    assert report == stacked and same_weights(model, dense)
     activation = "e4m3_block" if by == "blocks" and not static else "e4m3"
     assert {model.get_submodule(name).activation for name in stacked} == {activation}
     assert all("experts quantise every token" in why for why in report.ignored.values())
     assert len(report.ignored) == (2 * len(stacked) if static else 0)
-    left = build("qwen3")
-    with pytest.warns(UserWarning, match="converted no layer"):
-        load_(left, tmp_path, filter=lambda *_: False)
-    assert all(torch.equal(left.get_submodule(n).gate_up_proj, dense.get_submodule(n).gate_up_proj) for n in stacked)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})  # as transformers wants to be told
     options = {"config": hf.config(str(tmp_path)), "dtype": torch.bfloat16}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-    assert same_weights(theirs, dense)
+    assert same_weights(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options), dense)
 
 
-def test_biases_under_the_modules_names_are_those_of_stacked_weights():
-    model, dense = build("gpt-oss"), build("gpt-oss")
-    tensors = {name: x.clone() for name, x in model.state_dict().items()}
-    for name, module in experts_of(dense).items():
-        for parameter in ("gate_up_proj", "down_proj"):
-            w = getattr(module, parameter).detach().transpose(1, 2)
-            q, scale, exact = fp8(w, *w.shape[1:])
-            getattr(module, parameter).data = exact.transpose(1, 2)
-            tensors |= {f"{name}.{parameter}": q, f"{name}.{parameter}_scale_inv": scale}
-    names, said = list(experts_of(model)), {"quant_method": "fp8", "weight_block_size": None}
-    assert load_(model, tensors, config=said) == names
-    for name in names:
-        ours, theirs = model.get_submodule(name), dense.get_submodule(name)
-        assert torch.equal(ours.w13.weight.dequantize().transpose(1, 2), theirs.gate_up_proj)
-        assert torch.equal(ours.w13.bias, theirs.gate_up_proj_bias) and torch.equal(ours.w2.bias, theirs.down_proj_bias)
-    left = build("gpt-oss", seed=1)
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_stacked_weights_are_dequantised_and_have_the_modules_biases(name):
+    tensors, dense = fp8_file(name, "tensor")
+    said = {"quant_method": "fp8", "weight_block_size": None}
+    left = build(name, seed=1)
     with pytest.warns(UserWarning, match="converted no layer"):
         load_(left, tensors, config=said, filter=lambda *_: False)
     assert same_state(left, dense)
+    model, names = loaded(name, tensors, config=said)
+    assert names == list(experts_of(dense))
+    if name == "qwen3":
+        return
+    for path in names:
+        ours, theirs = model.get_submodule(path), dense.get_submodule(path)
+        assert torch.equal(ours.w13.weight.dequantize().transpose(1, 2), theirs.gate_up_proj)
+        assert torch.equal(ours.w13.bias, theirs.gate_up_proj_bias) and torch.equal(ours.w2.bias, theirs.down_proj_bias)
     bias = f"{names[0]}.gate_up_proj_bias"
     with pytest.raises(ValueError, match=r"bias: expected floats .*, got int32 .*experts.gate_up_proj"):
         load_(build("gpt-oss", seed=1), tensors | {bias: tensors[bias].float().view(torch.int32)}, config=said)
