@@ -323,10 +323,15 @@ def test_quantize_and_load_set_sums(activation, sums):
         assert sums_of(other) == {expected}
     jitgemm.nn.load_(model, state)
     assert sums_of(model) == {sums}, "a layer that is loaded again stays as it is set"
-    other, wrong = Model(), "exact" if sums == "f16" else "f16"
-    with pytest.raises(ValueError, match=f"sums: .* got '{wrong}' with {activation} .layer "):
-        jitgemm.nn.load_(other, state, sums=wrong)
-    assert sums_of(other) == set(), "nothing was replaced"
+
+
+def test_load_refuses_sums_before_it_replaces_a_layer():
+    model = quantised(filter=lambda name, _: name == "blocks.0.up")
+    jitgemm.nn.quantize_(model, group_size=32, activation="int8")
+    other = Model()
+    with pytest.raises(ValueError, match="sums: .* got 'f16' with int8 .layer "):
+        jitgemm.nn.load_(other, model.state_dict(), sums="f16")
+    assert sums_of(other) == set()
 
 
 def test_weights_that_f16_does_not_hold_fall_back_with_one_warning_that_names_them():
