@@ -88,3 +88,8 @@ def scheme_of(layer: PackedLinear) -> str:
     if layer.input_scale is not None:
         return "tensor"
     return "block" if layer.activation.endswith("_block") else "token"
+
+
+def requested(when: str = "current") -> int:
+    """Bytes asked of the GPU's allocator; a block that it hands out may be larger by up to 1 MiB."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_models import MODELS, alike, build, logits
 from nn_experts import GATES, LAYERS, TOP_K, E, close, experts, routed
+from nn_layers import requested
 from small_models import same_state
 
 import jitgemm.nn
@@ -109,11 +110,6 @@ def test_quantised_models_give_the_cpus_logits(name):
     with torch.inference_mode():
         out = other(input_ids=torch.arange(16, device="cuda")[None]).logits
     assert alike(out.cpu(), logits(model))
-
-
-def requested(when: str = "current") -> int:
-    """Bytes asked of the allocator."""
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
 
 
 def test_quantising_experts_takes_the_packed_weight_and_one_expert():

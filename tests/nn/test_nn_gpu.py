@@ -7,7 +7,7 @@ import copy
 import builders
 import pytest
 import torch
-from nn_layers import ACTIVATIONS, CODES, MAKERS, K, N, inputs, layer_of, linear, scheme_of
+from nn_layers import ACTIVATIONS, CODES, MAKERS, K, N, inputs, layer_of, linear, requested, scheme_of
 from nn_layers import fresh_dynamo as fresh_dynamo
 from small_models import Block, Model, checkpoint_tensors, opened, same_state
 
@@ -123,11 +123,6 @@ def test_quantising_on_the_gpu_gives_the_cpus_weight(activation):
     on_cpu = W4A8Linear.from_linear(source, activation=activation)
     assert same_state(W4A8Linear.from_linear(source, activation=activation, device="cuda").cpu(), on_cpu)
     assert same_state(W4A8Linear.from_linear(source.cuda(), activation=activation).cpu(), on_cpu)
-
-
-def requested(when: str = "current") -> int:
-    """Bytes asked of the allocator; a block that it hands out may be larger by up to 1 MiB."""
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -13,8 +13,8 @@ import model_folders as folders
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_models import checkpoint_tensors, quantised_names, same_state, stored
 from small_models import config as stored_config
-from small_models import quantised_names, same_state, stored
 from stored_weights import COMPRESSED, compressed, rounded
 
 import jitgemm.nn
@@ -111,17 +111,10 @@ def test_experts_that_take_no_routing_are_reported():
     assert all("another kind than transformers'" in reason for reason in stacked.values())
 
 
-def file_of(model: torch.nn.Module, *more: str) -> dict[str, torch.Tensor]:
+def file_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's tensors, those of its decoder layers' Linears quantised, each with storage of its own."""
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        layer = name.removesuffix(".weight")
-        linear = isinstance(model.get_submodule(layer.rpartition(".")[0] if layer == name else layer), torch.nn.Linear)
-        if layer != name and linear and (layer in more or "layers" in layer):
-            tensors |= {f"{layer}.{suffix}": value for suffix, value in stored(tensor)[0].items()}
-        else:
-            tensors[name] = tensor.clone()
-    return tensors
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return checkpoint_tensors(model, *(name for name in linears if "layers" in name))[0]
 
 
 def saved_with(model: torch.nn.Module, folder: Path, layer: str, name: str | None = None) -> dict[str, torch.Tensor]:
@@ -214,7 +207,7 @@ def test_a_base_model_takes_a_whole_models_file_and_back(kind, saved):
         quantize(source)
         tensors = source.state_dict()
     else:
-        tensors = file_of(source, *(name for name, m in source.named_modules() if name.endswith("_proj")))
+        tensors = file_of(source)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     whole, base = build(kind, sizes), build(f"{kind} Model", sizes)
     names = load_(whole, tensors, config=stored_config())
