@@ -142,23 +142,22 @@ def test_a_layer_without_values_gets_its_powers_with_them():
 
 
 @emulated
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_layer_launches_kernels_that_add_up_in_f16(monkeypatch, compiled):
+def test_a_layer_launches_kernels_that_add_up_in_f16(monkeypatch):
     emulator = emulate(monkeypatch)
     label = "e4m3fast-g32-bf16-m80n64-s6-f16"  # a problem whose best kernel is such would take minutes here
     chosen = lambda problem, device: (  # noqa: E731
         kernel_named(label, problem, device) if problem.sums == "f16" else choose(problem, device)
     )
     monkeypatch.setattr(launch, "choose", chosen)
-    made = W4A8Linear(builders.weight_parts(1, 256, 512, 32, codes="e4m3").packed)
-    usual = made(inputs(1, 150, 512))
+    made, x = W4A8Linear(builders.weight_parts(1, 256, 512, 32, codes="e4m3").packed), inputs(1, 100, 512)
+    usual = made(x)
     made.sums = "f16"
-    run = torch.compile(made, fullgraph=True, backend="eager") if compiled else made
     with torch.no_grad():
-        out = run(inputs(1, 150, 512))
+        found = [run(x) for run in (made, torch.compile(made, fullgraph=True, backend="eager"))]
     gemms = [label for label in emulator.launched if label.startswith("e4m3")]
-    assert [label.endswith("-f16") for label in gemms] == [False, True]
-    assert not torch.equal(out, usual) and torch.allclose(out, usual, rtol=0.02, atol=0.02)
+    assert [label.endswith("-f16") for label in gemms] == [False, True, True]
+    assert torch.equal(*found) and not torch.equal(found[0], usual)
+    assert torch.allclose(found[0], usual, rtol=0.02, atol=0.02)
 
 
 def test_mark_ready_makes_powers_again():
