@@ -434,13 +434,18 @@ def test_experts_rotate_what_both_gemms_read():
     assert lost(found[1], expected) < 0.6 * lost(found[0], expected) < 0.1
 
 
-def masked(x: torch.Tensor, w13: Weight, w2: Weight, *_, **options) -> None:
-    x, out, rows = x[:18].view(3, 6, 256), torch.zeros(3, 6, 256), torch.full((3,), 6, dtype=torch.int32)
-    jitgemm.fused_experts_masked(x, w13, w2, out, rows, 6, **options)
-    if options["rotation"]:
-        sent = jitgemm.quantize_activations(x, torch.int8)
-        with pytest.raises(ValueError, match="x: expected jitgemm.Rotated for a rotated weight, .*, got a tuple"):
-            jitgemm.fused_experts_masked(sent, w13, w2, out, rows, 6, **options)
+def masked(x: torch.Tensor | tuple, w13: Weight, w2: Weight, *_, **options) -> None:
+    """Of 18 tokens, six for each expert."""
+    x = x[:18].view(3, 6, 256) if isinstance(x, torch.Tensor) else x
+    jitgemm.fused_experts_masked(
+        x, w13, w2, torch.zeros(3, 6, 256), torch.full((3,), 6, dtype=torch.int32), 6, **options
+    )
+
+
+def test_sorted_tokens_that_come_quantised_say_that_they_are_rotated():
+    layer, sent = experts(128)[0], jitgemm.quantize_activations(inputs(256, 18).view(3, 6, 256), torch.int8)
+    with pytest.raises(ValueError, match="x: expected jitgemm.Rotated for a rotated weight, .*, got a tuple"):
+        masked(sent, layer.w13.weight, layer.w2.weight, rotation=128)
 
 
 @pytest.mark.parametrize("call", [jitgemm.fused_experts, jitgemm.fused_experts_reference, masked])
