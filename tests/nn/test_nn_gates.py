@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import builders
 import checkpoints
 import pytest
 import torch
 from expert_models import build, experts_of, file_of, fused, same_weights, transformers
 from moe_cases import activated
-from nn_experts import HIDDEN, INTER, E
+from nn_experts import HIDDEN, INTER, E, experts
 from stored_weights import COMPRESSED
 
 import jitgemm.nn
@@ -61,10 +60,10 @@ def step(limit: float | None) -> torch.nn.Module:
     module = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
     config = SimpleNamespace(num_local_experts=E, hidden_size=HIDDEN, moe_intermediate_size=INTER, hidden_act="silu")
     torch.manual_seed(0)
-    experts = module.Step3p7Experts(config, limit)
-    for parameter in experts.parameters():
+    made = module.Step3p7Experts(config, limit)
+    for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    return experts
+    return made
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])
@@ -114,9 +113,4 @@ def test_kimi_k3_s_gate_is_known_by_what_it_computes(where):
 
 
 def test_a_layer_says_its_gate_s_numbers():
-    g = builders.generator(1)
-    w13, w2 = (
-        jitgemm.quantize_w4(torch.randn((E, *nk), generator=g), 32) for nk in ((2 * INTER, HIDDEN), (HIDDEN, INTER))
-    )
-    layer = W4A8Experts(w13, w2, gate=Gate("situ", limit=25.0, alpha=4.0))
-    assert "gate='situ', gate_up, limit=25, alpha=4" in repr(layer)
+    assert "gate='situ', gate_up, limit=25, alpha=4" in repr(experts(Gate("situ", limit=25.0, alpha=4.0)))
