@@ -26,14 +26,15 @@ def inputs(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch
     return torch.randn(shape, generator=builders.generator(seed)).to(dtype)
 
 
-def permuted_weight(seed: int = 5) -> W4Weight:
-    parts = builders.weight_parts(seed, N, K, 64, zero_point=True)
-    permutation = torch.randperm(K, generator=builders.generator(seed))
-    return pack_w4(parts.q, parts.scale, parts.zero, permutation=permutation, group_size=64, k=K)
+def permuted_weight(seed: int = 5, n: int = N, k: int = K, within: int = 1) -> W4Weight:
+    """Act-order whose columns stay within as many equal parts of k."""
+    parts, g = builders.weight_parts(seed, n, k, 64, zero_point=True), builders.generator(seed)
+    permutation = torch.cat([torch.randperm(k // within, generator=g) + i * k // within for i in range(within)])
+    return pack_w4(parts.q, parts.scale, parts.zero, permutation=permutation, group_size=64, k=k)
 
 
-def offset_weight(seed: int = 6) -> W4Weight:
-    parts = builders.weight_parts(seed, N, K, 32)
+def offset_weight(seed: int = 6, n: int = N, k: int = K) -> W4Weight:
+    parts = builders.weight_parts(seed, n, k, 32)
     return pack_w4(parts.q, parts.scale, offset=parts.scale * 0.7, group_size=32)
 
 

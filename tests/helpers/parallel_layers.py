@@ -9,12 +9,12 @@ import builders
 import ranks
 import torch._dynamo
 from nn_experts import experts, routed
+from nn_layers import offset_weight, permuted_weight
 
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.nn import ACTIVATIONS, PackedExperts, PackedLinear, W4A8Linear, W8A8Experts, W8A8Linear
 from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
-from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.quantize import quantize_w8
 
 N, K, M = 128, 512, 5
@@ -25,22 +25,12 @@ def linear(n: int = N, k: int = K, bias: bool = True) -> torch.nn.Linear:
     return torch.nn.Linear(k, n, bias=bias)
 
 
-def parts(n: int, k: int, group_size: int, **more) -> builders.WeightParts:
-    return builders.weight_parts(n + k, n, k, group_size, **more)
-
-
 def permuted(n: int = N, k: int = K, within: int = 1) -> PackedLinear:
-    """Act-order whose columns stay within as many equal parts of k."""
-    given = parts(n, k, 64, zero_point=True)
-    g = builders.generator(3)
-    permutation = torch.cat([torch.randperm(k // within, generator=g) + i * k // within for i in range(within)])
-    return W4A8Linear(pack_w4(given.q, given.scale, given.zero, permutation=permutation, group_size=64, k=k))
+    return W4A8Linear(permuted_weight(3, n, k, within))
 
 
 def offset(n: int = N, k: int = K) -> PackedLinear:
-    given = parts(n, k, 32)
-    weight = pack_w4(given.q, given.scale, offset=given.scale * 0.7, group_size=32)
-    return W4A8Linear(weight, torch.randn(n, generator=builders.generator(1)), activation="int8")
+    return W4A8Linear(offset_weight(6, n, k), builders.bias(1, n), activation="int8")
 
 
 quantised = functools.partial(W4A8Linear.from_linear, clip_steps=0)
