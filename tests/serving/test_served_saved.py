@@ -6,7 +6,7 @@ import pytest
 import torch
 from builders import third, two_thirds
 from engines import ENGINES, EXPERTS, SPLITS, TWO, each_engine, in_turn, load, process
-from served_layers import BF16, CONFIGS, SAVED, WEIGHTS, assert_held, columns_of, dense_of, packed_module, saved
+from served_layers import BF16, CONFIGS, SAVED, WEIGHTS, assert_held, columns_of, dense_of, packed_module, routed, saved
 
 import jitgemm
 from jitgemm.activations.scheme import SILU_MUL, Gate
@@ -134,11 +134,11 @@ def test_an_output_layer_holds_the_ranks_rows_and_zeros_as_the_option_or_the_fil
 def test_a_saved_output_layer_in_another_activation_is_an_error(tmp_path, engine):
     whole = saved("8 bits", 64, 128)
     config = engine.of_folder(tmp_path, {"lm_head": whole}, activation="e4m3", lm_head="e4m3")
-    head = engine.head(config, 64, 128)
-    with (
-        engine.rank(),
-        pytest.raises(ValueError, match="^lm_head: expected int8, as lm_head was saved, got e4m3, as the options s"),
-    ):
+    head, message = (
+        engine.head(config, 64, 128),
+        "^lm_head: expected int8, as lm_head was saved, got e4m3, as the options s",
+    )
+    with engine.rank(), pytest.raises(ValueError, match=message):
         load(head, whole.state_dict())
 
 
@@ -146,14 +146,8 @@ def test_a_saved_output_layer_in_another_activation_is_an_error(tmp_path, engine
 
 SIZES = 4, 128, 384
 RANKS = {"tp": 2, "ep": 2, "tp of 4": 4}
-WAYS = in_turn(
-    SILU_MUL, SILU_MUL, Gate("swiglu_oai", "interleaved", 7.0, 1.702), Gate("swiglu_oai", "interleaved", 7.0, 1.702)
-)
-
-
-def dense_of_experts(whole):
-    """{(expert, which of w13 and w2): the weight}."""
-    return {(e, part): dense_of(getattr(whole, part))[e] for e in range(4) for part in ("w13", "w2")}
+OAI = Gate("swiglu_oai", "interleaved", 7.0, 1.702)
+WAYS = in_turn(SILU_MUL, SILU_MUL, OAI, OAI)
 
 
 @pytest.mark.parametrize("way, kind, ranks", third(WAYS, WEIGHTS, RANKS))
@@ -170,16 +164,9 @@ def test_a_saved_models_experts_hold_the_ranks_part(tmp_path, way, kind, ranks):
     for layer, module in zip(layers, found):
         assert (module.gate, module.activation) == (gate, whole.activation) and not list(layer.parameters())
         assert module.w13.weight.rotation == module.w2.weight.rotation == whole.w2.weight.rotation
-
-    x, ids, weights = (
-        torch.randn(6, 128).to(BF16),
-        torch.stack([torch.randperm(4)[:2] for _ in range(6)]).int(),
-        torch.rand(6, 2),
-    )
-    total, expected = (
-        sum(engine.run_experts(each, x, ids, weights).double() for each in layers),
-        whole(x, ids, weights).double(),
-    )
+    x, (_, ids, weights) = torch.randn(6, 128).to(BF16), routed(4)
+    total = sum(engine.run_experts(layer, x, ids, weights).double() for layer in layers)
+    expected = whole(x, ids, weights).double()
     assert (total - expected).norm() < 0.03 * expected.norm()
 
     def rows(of_ranks):
