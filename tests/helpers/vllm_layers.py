@@ -118,10 +118,14 @@ def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **o
     pads, more, redundant = options.pop("pads", 1), options.pop("more", {}), options.pop("eplb", None)
     logical, count = count, count + (redundant or 0)
     manager = ExpertMap(count, ep_rank, ep_size)
-    said = dict(
+    said: dict[str, Any] = dict(
         num_experts=count, experts_per_token=top_k, hidden_dim=hidden, intermediate_size=inter,
         num_local_experts=manager.local_num_experts, activation=MoEActivation(activation), has_bias=has_bias,
         num_logical_experts=logical, **({"is_lora_enabled": False} | more),
+    )  # fmt: skip
+    ranks: dict[str, Any] = dict(
+        tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, dp_size=ep_size if backend else 1, enable_eplb=redundant is not None,
+        all2all_backend=backend or "allgather_reducescatter",
     )  # fmt: skip
     if REAL:
         from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
@@ -129,31 +133,19 @@ def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **o
         ungated = activation.endswith("_no_mul")
         if ungated and "ckpt_up_proj_name" in inspect.signature(RoutedExperts).parameters:
             options |= dict(ckpt_gate_proj_name="up_proj", ckpt_up_proj_name=None)
-        ranks = dict(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
-        ranks |= dict(dp_size=ep_size if backend else 1, dp_rank=ep_rank if backend else 0)
-        place = FusedMoEParallelConfig(
-            **ranks,
-            use_ep=ep_size > 1,
-            pcp_size=1, pcp_rank=0, sp_size=1, all2all_backend=backend or "allgather_reducescatter",
-            enable_eplb=redundant is not None,
-        )  # fmt: skip
+        ranks |= dict(ep_rank=ep_rank, dp_rank=ep_rank if backend else 0, use_ep=ep_size > 1)
+        said |= dict(device="cpu", in_dtype=torch.bfloat16, routing_method=RoutingMethodType.Default)
         with _platform_of_a_gpu() if ungated else nullcontext():
-            moe: Any = FusedMoEConfig(
-                **said, moe_parallel_config=place, device="cpu", in_dtype=torch.bfloat16,
-                routing_method=RoutingMethodType.Default,
-            )  # fmt: skip
+            place = FusedMoEParallelConfig(**ranks, pcp_size=1, pcp_rank=0, sp_size=1)
+            moe: Any = FusedMoEConfig(**said, moe_parallel_config=place)
     else:
-        place = SimpleNamespace(
-            tp_rank=tp_rank, tp_size=tp_size, ep_size=ep_size, use_batched_activation_format=bool(backend),
-            all2all_backend=backend, pads=pads, dp_size=ep_size if backend else 1, is_sequence_parallel=False,
-            enable_eplb=redundant is not None,
-        )  # fmt: skip
-        moe = SimpleNamespace(**said, moe_parallel_config=place, intermediate_size_per_partition=inter // tp_size)
-    if REAL and backend:  # whose package is not there
-        import pytest
+        ranks |= dict(use_batched_activation_format=bool(backend), pads=pads, is_sequence_parallel=False)
+        said |= dict(moe_parallel_config=SimpleNamespace(**ranks), intermediate_size_per_partition=inter // tp_size)
+        moe = SimpleNamespace(**said)
+    import pytest
 
-        with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        if REAL and backend:  # whose package is not there
             owner = "vllm.model_executor.layers.fused_moe.all2all_utils.maybe_roundup_layer_hidden_size"
             patch.setattr(owner, lambda hidden, dtype, place: -(-hidden // pads) * pads)
-            return RoutedExperts(name, torch.bfloat16, moe, config, expert_map_manager=manager, **options)
-    return RoutedExperts(name, torch.bfloat16, moe, config, expert_map_manager=manager, **options)
+        return RoutedExperts(name, torch.bfloat16, moe, config, expert_map_manager=manager, **options)
