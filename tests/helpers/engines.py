@@ -7,7 +7,7 @@ stand-ins. SGLang's linears are there vLLM's, as are its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -76,6 +76,7 @@ class Engine:
 
     Attributes:
         label, layers: how messages call it, and where its modules of layers are.
+        mapper: which of a config's maps of names it applies.
         bias: what it calls experts' biases, behind "w13_".
         biased, gpt_oss: options of experts with biases, and of gpt-oss'.
         gates: options of experts with gates other than SiLU, by jitgemm's name.
@@ -127,6 +128,11 @@ class Engine:
         found = self.read(folder, dict(quantization or {"quant_method": "jitgemm"}), options)
         found.packed_modules_mapping = dict(FUSED)
         return found
+
+    def rename(self, config: Any, change: Callable[[str], str]) -> None:
+        """Tells the config what the engine's model calls the files' layers."""
+        mapper = SimpleNamespace(apply_dict=lambda names: {change(name): each for name, each in names.items()})
+        getattr(config, f"apply_{self.mapper}")(mapper)
 
     def log(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """What the engine's log says from now on."""
@@ -211,7 +217,7 @@ class Engine:
 
 
 class VLLM(Engine):
-    label, bias, layers = "vLLM", "bias", "model_executor.layers"
+    label, bias, layers, mapper = "vLLM", "bias", "model_executor.layers", "vllm_mapper"
     biased = {"has_bias": True}
     gpt_oss = {"has_bias": True, "activation": "swigluoai"}
     gates = {
@@ -232,11 +238,6 @@ class VLLM(Engine):
         found = self.Config.from_config(quantization)
         found.maybe_update_config(str(folder), hf_config=SimpleNamespace(jitgemm=options, model_type=kind))
         return found
-
-    def rename(self, config, change):
-        """Tells the config what the engine's model calls the files' layers."""
-        mapper = SimpleNamespace(apply_dict=lambda names: {change(name): each for name, each in names.items()})
-        config.apply_vllm_mapper(mapper)
 
     def loads_as(self, monkeypatch, way):
         """--load-format."""
@@ -291,7 +292,7 @@ class VLLM(Engine):
 
 
 class SGLang(Engine):
-    label, bias, layers = "SGLang", "weight_bias", "srt.layers"
+    label, bias, layers, mapper = "SGLang", "weight_bias", "srt.layers", "weight_name_mapper"
     biased = {"with_bias": True}
     gpt_oss = {
         "with_bias": True, "use_weight_loader_fused": False, "gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0,
@@ -315,10 +316,6 @@ class SGLang(Engine):
         with sglang_layers.running(json_model_override_args=said):
             model = SimpleNamespace(_name_or_path=str(folder), model_type=kind)
             return self.Config.from_config({**quantization, "hf_config": model})
-
-    def rename(self, config, change):
-        mapper = SimpleNamespace(apply_dict=lambda names: {change(name): each for name, each in names.items()})
-        config.apply_weight_name_mapper(mapper)
 
     def loads_as(self, monkeypatch, way):
         module = import_module("jitgemm.sglang.config")

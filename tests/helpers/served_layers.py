@@ -242,6 +242,13 @@ def stored_8(config, said, n, k, seed):
     return found | static(seed if tensor else None), q.double() * scale.double()
 
 
+def without_least(tensors):
+    """A packed layer without -8, which other kernels take: its tensors, and its weight."""
+    words, scale = tensors["weight_packed"] | 0x11111111, tensors["weight_scale"].double()
+    q = torch.stack([(words >> 4 * i & 15) - 8 for i in range(8)], -1).flatten(1)
+    return tensors | {"weight_packed": words}, q * scale.repeat_interleave(q.shape[1] // scale.shape[1], 1)
+
+
 def static(seed):
     return {} if seed is None else {"input_scale": torch.tensor([0.01 * (seed + 1)])}
 

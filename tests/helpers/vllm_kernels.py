@@ -12,16 +12,12 @@ class Kernels:
         self.local, self.seen = local, None
 
     def add_lora_w13(self, y, x, a, b, topk_ids, topk_weights, expert_map, w1, w2, num_tokens, top_k_num, *_, **__):
-        assert (w1.shape[0], w1.shape[2], tuple(y.shape)) == (
-            a[0].shape[1],
-            x.shape[1],
-            (num_tokens, top_k_num, w1.shape[1]),
-        )
-        ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
-        self.seen = ids
+        expected = a[0].shape[1], x.shape[1], (num_tokens, top_k_num, w1.shape[1])
+        assert (w1.shape[0], w1.shape[2], tuple(y.shape)) == expected
+        self.seen = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
         for t in range(num_tokens):
             for i in range(top_k_num):
-                if (e := int(ids[t, i])) >= 0:
+                if (e := int(self.seen[t, i])) >= 0:
                     parts = [
                         second[0, e].double() @ (first[0, e].double() @ x[t].double()) for first, second in zip(a, b)
                     ]
@@ -32,7 +28,5 @@ class Kernels:
         for t in range(y.shape[0]):
             for i in range(y.shape[1]):
                 if (e := int(self.seen[t, i])) >= 0:
-                    row = x[t * y.shape[1] + i].double()
-                    y[t, i] += (topk_weights[t, i].double() * (b[0][0, e].double() @ (a[0][0, e].double() @ row))).to(
-                        y.dtype
-                    )
+                    found = b[0][0, e].double() @ (a[0][0, e].double() @ x[t * y.shape[1] + i].double())
+                    y[t, i] += (topk_weights[t, i].double() * found).to(y.dtype)

@@ -7,14 +7,13 @@ import random
 from contextlib import nullcontext
 from dataclasses import replace
 
-import checkpoints
 import mxfp4
 import nvfp4
 import pytest
 import torch
 from builders import third
 from engines import ENGINES, EXPERTS, each_engine, load, process, sglang
-from served_layers import BF16, CONFIGS, SHARDS, dense_of, packed_module, saved, stored
+from served_layers import BF16, CONFIGS, SHARDS, dense_of, packed_module, saved, stored, without_least
 from sglang_layers import running
 
 import jitgemm
@@ -142,18 +141,6 @@ def test_a_partial_update_raises_and_the_old_weights_serve_on(engine, kind, name
     assert server.end() is module and server.holds(other)
 
 
-def int4(low, seed):
-    torch.manual_seed(seed)
-    q, scale = torch.randint(low, 8, (N, K)), (torch.rand(N, K // 32) + 0.5).to(BF16) / 64
-    q[:, 0] = low
-    tensors = {
-        "weight_packed": checkpoints.words(q + 8, 1),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor([N, K]),
-    }
-    return tensors, checkpoints.dequantized(q, scale)
-
-
 def of_mxfp4(parts):
     return {"weight_packed": parts.canonical, "weight_scale": parts.scales}, parts.dequantize_fp64()
 
@@ -168,8 +155,9 @@ def of_nvfp4(parts):
     return tensors, nvfp4.Parts(parts.codes, parts.scales, whole).dequantize_fp64()
 
 
+PACKED = stored(CONFIGS["packed"], N, K)
 BY_VALUES = {
-    "packed": (int4(-8, 1), int4(-7, 2)),
+    "packed": (PACKED, without_least(PACKED[0])),
     "mxfp4": (of_mxfp4(mxfp4.parts(1, N, K, "group", shift=-12)), of_mxfp4(mxfp4.parts(2, N, K, shift=-12))),
     "nvfp4": (of_nvfp4(nvfp4.far(1, N, K)), of_nvfp4(nvfp4.parts(2, N, K))),
 }

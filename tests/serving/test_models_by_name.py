@@ -197,9 +197,7 @@ def model_of(names: dict[str, tuple[int, ...]], drafts: str | None) -> torch.nn.
         *path, last = name.split(".")
         module = model
         for part in path:
-            if part not in module._modules:
-                module.add_module(part, torch.nn.Module())
-            module = module._modules[part]
+            module = module._modules.setdefault(part, torch.nn.Module())
         module.add_module(last, torch.nn.Linear(k, n, bias=False, dtype=BF16, device="meta"))
     model._keys_to_ignore_on_load_unexpected = [] if drafts is None else [drafts]
     return model

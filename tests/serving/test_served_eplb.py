@@ -8,7 +8,7 @@ import pytest
 import sglang_layers
 import torch
 from engines import ENGINES, EXPERTS, SPLITS, each_engine, load_experts, process, sglang
-from served_layers import BF16, CONFIGS, SHARDS, dense_of, expert_tensors, mixture, packed_module, routed
+from served_layers import BF16, CONFIGS, SHARDS, dense_of, expert_tensors, mixture, packed_module, routed, without_least
 
 SIZES = 4, 64, 64
 FIRST, THEN = [0, 1, 2, 3, 0, 1], [2, 3, 1, 0, 3, 2]
@@ -19,12 +19,9 @@ LAST = torch.tensor([[5 - physical[::-1].index(e) for e in range(4)] for physica
 
 def files_of(name, inter=64):
     tensors, dense = expert_tensors(CONFIGS[name], 4, 64, inter)
-    if name == "packed":  # the second rank's without -8, which other kernels take
-        for (e, proj), found in tensors.items():
-            if e != 2:
-                words, scale = found["weight_packed"] | 0x11111111, found["weight_scale"].double()
-                q = torch.stack([(words >> 4 * i & 15) - 8 for i in range(8)], -1).flatten(1)
-                dense[e, proj], found["weight_packed"] = q * scale.repeat_interleave(32, 1), words
+    for key in tensors if name == "packed" else ():
+        if key[0] != 2:  # the second rank's
+            tensors[key], dense[key] = without_least(tensors[key])
     return tensors, dense
 
 
