@@ -412,7 +412,7 @@ def interrupted(monkeypatch, run, *argv: object):
         return run(*argv)
 
 
-def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(run, llama, written, tmp_path, monkeypatch):
+def test_interrupted_the_same_command_goes_on_and_none_of_other_settings(run, llama, written, tmp_path, monkeypatch):
     out = tmp_path / "out"
     done = interrupted(monkeypatch, run, llama, out, *FEW)
     (count,) = re.findall(rf"interrupted: (\d+) layers are kept in {out}; the same", done.stderr)
