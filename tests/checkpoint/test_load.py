@@ -337,13 +337,3 @@ def test_no_format_is_left_out_of_the_registry():
 
     modules = [importlib.import_module(f"jitgemm.checkpoint.{m.name}") for m in pkgutil.iter_modules(room.__path__)]
     assert {id(m.FORMAT) for m in modules if hasattr(m, "FORMAT")} == {id(f) for f in formats.FORMATS}
-
-
-def test_a_checkpoint_knows_its_layers_by_new_names_and_reads_them_by_old(tmp_path):
-    folder = checkpoints.save(tmp_path, {"a.b.weight": torch.ones(2), "c.bias": torch.zeros(1)})
-    renamed = Checkpoint(folder).renamed({"x.y.weight": "a.b.weight"})
-    assert set(renamed.names()) == {"x.y.weight", "c.bias"} and "a.b.weight" not in renamed
-    assert renamed.layer("x.y") == {"weight": "x.y.weight"} and renamed.layer("a.b") == {}
-    assert renamed.in_file("x.y") == ["a.b"] and renamed.in_file("c") == ["c"]
-    assert torch.equal(renamed.read("x.y.weight", torch.device("cpu")), torch.ones(2))
-    assert renamed.info("x.y.weight").shape == (2,)

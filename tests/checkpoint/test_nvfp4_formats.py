@@ -69,13 +69,6 @@ def test_every_weight_is_the_specification_s(tmp_path, file):
     assert torch.equal(weight.channel_scale, parts.packed.channel_scale)
 
 
-def test_joined_layers_keep_their_scales():
-    parts = [parts_of(seed, 64, 416) for seed in (1, 2)]
-    tensors = compressed(parts[0], "a.q_proj") | compressed(parts[1], "a.k_proj")
-    weight = load(tensors, ["a.q_proj", "a.k_proj"], device="cpu", config=config())
-    assert torch.equal(weight.dequantize().double(), torch.cat([each.dequantize_fp64() for each in parts]))
-
-
 # ---- activations -----------------------------------------------------------------------------------------------------
 
 

@@ -98,14 +98,6 @@ def test_bytes_that_are_all_the_same_need_the_size_that_a_models_layer_has(form)
     assert torch.equal(model["a"].weight.dequantize().double(), tinygemm(q, parameters))
 
 
-def test_group_size_tells_small_bytes_from_codes():
-    q, parameters = codes(6, 16, 256), scales_and_zeros(6, 16, 4, torch.bfloat16)
-    q[:, 0::2] = 0  # no byte is above 15
-    tensors = {"weight": high_first(q), "scales_and_zeros": parameters}
-    layers.assert_exactly(layers.read(FORMAT, tensors, {"group_size": 64}), tinygemm(q, parameters))
-    assert layers.read(FORMAT, tensors, {"group_size": 32}).k == 128
-
-
 # ---- tensor subclasses, flattened as torchao's safetensors code does -------------------------------------------------
 
 

@@ -56,18 +56,7 @@ print(*(name for name in ("torch", "cuda", "transformers", "torchao") if importl
     return run
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    return environment(tmp_path_factory.mktemp("alone"))
-
-
-def test_readmes_gemm_and_layers_run_by_the_reference_and_the_driver_says_what_to_install(alone):
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    (block,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "gemm_w4a8_bf16_nt" in each)
-    assert "n, k, m = 4096, 14336, 16\n" in block
-    said = alone(
-        block.replace("4096, 14336, 16", "256, 1024, 16")
-        + """
+LAYERS = """
 expected = (lhs[0].double() * lhs[1].double()[:, None]) @ weight.dequantize().double().T
 print("close", bool((out.double() - expected).abs().max() <= 2**-8 * expected.abs().max()))
 import torch, jitgemm.nn
@@ -80,16 +69,10 @@ for use in (driver.driver_version, lambda: driver.bind(0), lambda: driver.load_k
     try:
         use()
     except DriverError as error:
-        print(error)"""
-    )
-    assert "close True" in said and "on the CPU the exact reference runs, and no kernel; on a GPU it would be:" in said
-    assert said.count("W4A8Linear") == 2 and "torch.Size([3, 32])" in said
-    for extra in (".[cu12]", ".[cu13]", "pip install 'cuda-bindings>=13,<14'"):
-        assert said.count(extra) == 3
-
-
-def test_commands_run_or_say_what_they_lack(alone):
-    said = alone("""
+        print(error)
+"""
+COMMANDS = """
+print("COMMANDS", flush=True)
 import json, tempfile
 from pathlib import Path
 import torch
@@ -103,7 +86,19 @@ for argv in ("explain 16 4096 4096", "env", f"quantize {folder} {folder}/out --d
     try:
         main(argv.split())
     except SystemExit as exit:
-        print(argv.split()[0], "exits", exit.code or 0, flush=True)""")
+        print(argv.split()[0], "exits", exit.code or 0, flush=True)
+"""
+
+
+def test_readmes_layers_run_by_the_reference_and_commands_run_or_say_what_to_install(tmp_path):
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (block,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "gemm_w4a8_bf16_nt" in each)
+    assert "n, k, m = 4096, 14336, 16\n" in block
+    said = environment(tmp_path)(block.replace("4096, 14336, 16", "256, 1024, 16") + LAYERS + COMMANDS)
+    assert "close True" in said and "on the CPU the exact reference runs, and no kernel; on a GPU it would be:" in said
+    assert said.count("W4A8Linear") == 2 and "torch.Size([3, 32])" in said
+    for extra in (".[cu12]", ".[cu13]", "pip install 'cuda-bindings>=13,<14'"):
+        assert said.partition("COMMANDS")[0].count(extra) == 3
     codes = re.findall(r"^(\w+) exits (\d)", said, re.MULTILINE)
     assert codes == list(zip("explain env quantize warmup warmup cache".split(), "002230"))
     assert "no Hopper GPU is at hand: this is what an h200 would run" in said

@@ -24,15 +24,14 @@ def config(*groups, **rest):
     } | rest
 
 
-def pack_quantized(parts: builders.WeightParts, layer: str = LAYER, *, zero="packed", shape=True):
+def pack_quantized(parts: builders.WeightParts, layer: str = LAYER, *, zero="packed"):
     """The tensors of a layer whose codes and zero points are in `parts` (0..15, or -8..7 without zero points)."""
     q, zero_point = parts.q.int(), parts.zero
     tensors = {
         "weight_packed": checkpoints.words(q if zero_point is not None else q + 8, 1),
         "weight_scale": parts.scale,
+        "weight_shape": torch.tensor(q.shape),
     }
-    if shape:
-        tensors["weight_shape"] = torch.tensor(q.shape)
     if zero_point is not None and zero == "packed":
         tensors["weight_zero_point"] = checkpoints.words(zero_point, 0)
     elif zero_point is not None:
