@@ -186,6 +186,17 @@ def test_an_input_that_kernels_rotate_is_rotated(group):
             load(tensors | {f"{LAYER}.R_input.weight": wrong}, LAYER, device="cpu", config=settings)
 
 
+def test_blocks_of_columns_that_are_rotated_together_stay_together():
+    parts = builders.weight_parts(13, 16, 512, 32)
+    tensors, settings = pack_quantized(parts), turned() | {"config_groups": {"g": scheme(group_size=32)}}
+    for dim, rank in (("n", 1), ("k", 0), ("k", 1)):
+        weight = load(tensors, LAYER, device="cpu", config=settings, tp_dim=dim, tp_rank=rank, tp_size=2)
+        expected = parts.dequantize_fp64().float().chunk(2, "nk".index(dim))[rank]
+        assert weight.rotation == 128 and torch.equal(weight.dequantize(), expected)
+    with pytest.raises(ValueError, match="tp_size: .* columns to be a multiple of 128, which are rotated together"):
+        load(tensors, LAYER, device="cpu", config=settings, tp_dim="k", tp_rank=1, tp_size=8)
+
+
 LEVELS = written_config([written_group(["Linear"], 4, "int", scheme="two-level")], [])
 
 
