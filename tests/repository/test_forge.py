@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import jitgemm
+from jitgemm.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -34,11 +36,12 @@ def commands(job: dict) -> list[str]:
     return runs
 
 
-def test_jobs_run_scripts_that_can_be_run(jobs):
+def test_jobs_run_scripts_that_can_be_run_and_that_of_a_gpu_where_there_is_one(jobs):
     assert set(jobs) == {"lint", "tests", "contracts", "nvrtc", "docs", "gpu"}
     for job in jobs.values():
         found = [shlex.split(command) for command in commands(job)]
         assert found and all(os.access(ROOT / command[0], os.X_OK) for command in found), found
+    assert "vars.GPU_RUNNER != ''" in jobs["gpu"]["if"] and jobs["gpu"]["runs-on"] == "${{ vars.GPU_RUNNER }}"
     assert read(".ci/run").split()[-1].strip('"').endswith(f"/../{commands(jobs['tests'])[0].split()[0]}")
 
 
@@ -52,17 +55,9 @@ def test_shards_are_the_whole_suite_and_versions_those_of_the_docs(jobs):
         assert re.search(rf"\b{re.escape(version)}\b", page), command
 
 
-def test_a_job_for_gpus_is_skipped_where_no_runner_has_one(jobs):
-    assert "vars.GPU_RUNNER != ''" in jobs["gpu"]["if"] and jobs["gpu"]["runs-on"] == "${{ vars.GPU_RUNNER }}"
-
-
 @pytest.mark.parametrize("form", ["bug", "performance"])
 def test_issue_forms_ask_for_what_commands_print(form):
     yaml = pytest.importorskip("yaml")
-    from typer.main import get_command
-
-    from jitgemm.cli.app import app
-
     text = read(f".github/ISSUE_TEMPLATE/{form}.yml")
     assert [each["type"] for each in yaml.safe_load(text)["body"]] and "jitgemm env" in text
     assert set(re.findall(r"`jitgemm (\w+)", text)) <= set(get_command(app).commands)

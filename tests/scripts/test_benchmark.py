@@ -331,15 +331,6 @@ def test_everybody_gets_a_turn_a_round_with_changing_neighbours():
 # our weights, right and wrong results, on the CPU
 
 
-def test_a_batch_invariant_format_calls_for_it():
-    def switches(name: str) -> dict:
-        (mine,) = pick([parse_format(name)], ["none"])
-        return mine.load(data.Source(64, 256, device="cpu"))(4).calls[0].keywords
-
-    assert switches("e4m3_g128_bi") == {"batch_invariant": True}
-    assert switches("e4m3_g128") == switches("e4m3_g128_any") == {}
-
-
 def source_of(moe: bool):
     return data.GroupedSource(72, 288, Experts(5, 2, 8), device="cpu") if moe else data.Source(72, 288, device="cpu")
 
@@ -372,6 +363,7 @@ def test_our_results_pass_both_checks_and_wrong_ones_do_not(name, moe):
     (mine,), source = pick([parse_format(name)], ["none"], moe=moe), source_of(moe)
     run = mine.load(source)(60)
     assert len(run.calls) == (cells_lib.ROUTINGS if moe else 2)
+    assert run.calls[0].keywords.get("batch_invariant", False) == name.endswith("_bi")
     found = checks.check(run, source, 60)
     assert found["correct"] and 0 < found["error_over_bound"] <= 1 and 0.01 < found["error"] < 0.3
 

@@ -21,13 +21,13 @@ CUT = "!!! KeyboardInterrupt !!!\n= 2 failed, 10 passed, 40 deselected in 30.00s
 KILLED = "collected 9 items\n\ntests/test_a.py ..F.                  [ 44%]\ntests/test_b.py s.\nFatal Python error: Aborted\n"
 
 
-def cells(texts, status="1", noted=""):
-    return dict(zip(gpu_note.COLUMNS, gpu_note.row("abc", status, noted, texts), strict=True))
+def cells(texts, status, *names):
+    found = dict(zip(gpu_note.COLUMNS, gpu_note.row("abc", status, "", texts), strict=True))
+    return [found[name] for name in names]
 
 
 def numbers(texts, status):
-    found = cells(texts, status)
-    return [found[name] for name in ("passed", "skipped", "failed", "not run", "seconds", "remarks")]
+    return cells(texts, status, "passed", "skipped", "failed", "not run", "seconds", "remarks")
 
 
 def test_a_row_counts_what_ran():
@@ -39,8 +39,8 @@ def test_a_row_counts_what_ran():
 
 def test_a_row_has_the_worst_errors_of_all_processes():
     text = "GPU numbers: 5 outputs; worst error / bound: e4m3 {}, s8 {}; worst relative RMS: e4m3 0.999, s8 0.999\n"
-    assert cells([text.format("0.953", "0.120"), text.format("0.470", "0.997")])["error / bound"] == "0.953, 0.997"
-    assert cells(["none"])["error / bound"] == "-, -"
+    texts = [text.format("0.953", "0.120"), text.format("0.470", "0.997")]
+    assert cells(texts, "1", "error / bound") == ["0.953, 0.997"] and cells(["none"], "1", "error / bound") == ["-, -"]
 
 
 def test_a_row_names_each_failure_once(tmp_path):

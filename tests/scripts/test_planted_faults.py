@@ -7,9 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer")
-
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,10 +90,7 @@ def test_found_missed_and_equivalent_faults_are_counted_and_those_that_cannot_be
     assert "missed: least (numbers_of), by tests/test_numbers.py -k double" in output
 
 
-def test_a_run_with_a_missed_fault_fails(run):
+def test_a_run_with_a_missed_fault_fails_and_so_does_a_name_that_comes_twice(run):
     assert run(fault("least", *LESS))[0] == 1
-
-
-def test_names_are_given_once(run):
     status, output = run(fault("sum", *SUM), fault("sum", *LESS))
     assert status == 2 and "expected every name once" in output

@@ -6,12 +6,15 @@ import pytest
 import quickstart
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for name, value in {"LLAMA_8B": ("512,256",), "N": 512, "K": 256, "MAX_M": 128}.items():
+        monkeypatch.setattr(quickstart, name, value)
+
+
 @pytest.mark.nvrtc
 def test_without_a_gpu_kernels_are_compiled_and_the_gemm_runs(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(quickstart, "LLAMA_8B", ("512,256",))
-    for name, size in {"N": 512, "K": 256, "MAX_M": 128}.items():
-        monkeypatch.setattr(quickstart, name, size)
     assert quickstart.without_gpu() == 0
     printed, said = capfd.readouterr()
     compiled = len(list(tmp_path.glob("*.jgk")))
@@ -22,8 +25,5 @@ def test_without_a_gpu_kernels_are_compiled_and_the_gemm_runs(monkeypatch, tmp_p
 
 def test_a_wrong_result_fails(monkeypatch, capfd):
     monkeypatch.setattr("jitgemm.cli.main", lambda argv: None)
-    for name, size in {"N": 64, "K": 128}.items():
-        monkeypatch.setattr(quickstart, name, size)
-    assert quickstart.without_gpu() == 0
     monkeypatch.setattr(quickstart.jitgemm, "gemm_w4a8_bf16_nt", lambda lhs, rhs, out: out.zero_())
     assert quickstart.without_gpu() == 1

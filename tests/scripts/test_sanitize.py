@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import sanitize
 from emulator.device import cuda_is_cpu
@@ -42,10 +40,9 @@ def test_every_way_to_add_up_is_there():
     ],
 )
 def test_what_it_runs_is_right(monkeypatch, capsys, name, label):
+    some = [each for each in sanitize.runs() if each[0] == name]
     with cuda_is_cpu(monkeypatch) as emulator:
-        monkeypatch.setattr(
-            sanitize, "runs", partial(lambda runs: [each for each in runs if each[0] == name], sanitize.runs())
-        )
+        monkeypatch.setattr(sanitize, "runs", lambda: some)
         assert sanitize.main(["nothing of this name"]) == 0 and not emulator.launched
         assert sanitize.main([name]) == 0
     assert capsys.readouterr().out == f"ok    {name}\n"
