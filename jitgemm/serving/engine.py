@@ -89,7 +89,7 @@ class Engine:
         """True if each of a layer's ranks has whole experts, and all have the same tokens."""
         return False
 
-    def group_of(self, layer: Any) -> Any:
+    def group_of(self, layer: torch.nn.Module) -> torch.distributed.ProcessGroup:
         """The process group of the ranks that share such a layer."""
         raise NotImplementedError
 

@@ -108,12 +108,12 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         self._in_file = hf_to_sglang_mapper.apply_dict(self._in_file)
 
     @property
-    def weight_block_size(self) -> Any:  # type: ignore[override]
+    def weight_block_size(self) -> list[int] | None:  # type: ignore[override]
         """The checkpoint's, by which models read layers that SGLang itself serves."""
         return (self.checkpoint or {}).get("weight_block_size")
 
     @property
-    def kv_cache_quant_algo(self) -> Any:
+    def kv_cache_quant_algo(self) -> str | None:
         return getattr(self._checkpoints_own(), "kv_cache_quant_algo", None)
 
     def get_scaled_act_names(self) -> list[str]:
@@ -191,7 +191,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             1, 0, False, False,
         )  # fmt: skip
 
-    def group_of(self, layer: Any) -> Any:
+    def group_of(self, layer: Any) -> torch.distributed.ProcessGroup:
         if hasattr(layer, "moe_ep_size"):
             from sglang.srt.runtime_context import get_parallel
 

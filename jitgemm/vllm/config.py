@@ -109,7 +109,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
         return dropped if mapper is None else mapper | dropped
 
     @property
-    def kv_cache_scheme(self) -> Any:
+    def kv_cache_scheme(self) -> dict[str, object] | None:
         """How compressed-tensors' checkpoint has the cache quantised, which vLLM's attention reads from a config."""
         return getattr(self._checkpoints_own(), "kv_cache_scheme", None)
 
@@ -212,7 +212,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             )
             logger.warning_once(text + "VLLM_BATCH_INVARIANT=1")
 
-    def group_of(self, layer: torch.nn.Module) -> Any:
+    def group_of(self, layer: torch.nn.Module) -> torch.distributed.ProcessGroup:
         from vllm.distributed import parallel_state
 
         return parallel_state.get_tp_group().device_group
@@ -240,7 +240,7 @@ class JitGemmConfig(ServedModel, QuantizationConfig):
             name = download_weights_from_hf(name, cache, ["*.safetensors"], revision)
         return Checkpoint(name)
 
-    def _checkpoints_own(self) -> Any:
+    def _checkpoints_own(self) -> QuantizationConfig | None:
         config = super()._checkpoints_own()
         if config is not None:
             config.packed_modules_mapping = self.packed_modules_mapping

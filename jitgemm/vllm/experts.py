@@ -31,9 +31,9 @@ from jitgemm.serving.stored import Unsupported
 from jitgemm.vllm.lora import run_adapted
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe import MoEActivation, RoutedExperts, SharedExperts
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+    from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEKernel
 
     from jitgemm.nn.layers.sharding import ExpertSharding
 
@@ -200,7 +200,7 @@ class JitGemmMoEMethod(PackedExpertsMethod, FusedMoEMethodBase):
 
     def apply(
         self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-        shared_experts: Any, shared_experts_input: torch.Tensor | None,
+        shared_experts: SharedExperts | None, shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         module, on_input = getattr(layer, CHILD), layer.apply_router_weight_on_input
         if self.moe_kernel is not None:
@@ -241,11 +241,11 @@ class JitGemmExperts(LoRAExpertsMixin, FusedMoEExpertsModular):
         return True
 
     @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+    def _supports_quant_scheme(weight_key: object, activation_key: object) -> bool:
         return True
 
     @staticmethod
-    def _supports_activation(activation: Any) -> bool:
+    def _supports_activation(activation: MoEActivation) -> bool:
         return activation.value in _GATES
 
     @staticmethod
@@ -263,7 +263,7 @@ class JitGemmExperts(LoRAExpertsMixin, FusedMoEExpertsModular):
 
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
-        expert_tokens_meta: Any, activation: Any,
+        expert_tokens_meta: ExpertTokensMetadata | None, activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
         batched = self.activation_format() == FusedMoEActivationFormat.BatchedExperts
         experts = (self.module.num_experts,) if batched else ()
@@ -271,9 +271,9 @@ class JitGemmExperts(LoRAExpertsMixin, FusedMoEExpertsModular):
 
     def apply(
         self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, global_num_experts: int,
+        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: MoEActivation, global_num_experts: int,
         expert_map: torch.Tensor | None, a1q_scale: torch.Tensor | None, a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor, workspace2: torch.Tensor, expert_tokens_meta: Any,
+        workspace13: torch.Tensor, workspace2: torch.Tensor, expert_tokens_meta: ExpertTokensMetadata,
         apply_router_weight_on_input: bool,
     ) -> None:  # fmt: skip
         if self.activation_format() == FusedMoEActivationFormat.BatchedExperts:

@@ -8,7 +8,7 @@ cache of its own, whose key holds the passes in its config: one that stands for 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import cast
 
 from torch._inductor import config as inductor_config
 from torch.fx import Graph, Node
@@ -75,7 +75,7 @@ def _norm(value: Node) -> Fold | None:
 
 def _add_norm(value: Node) -> Fold | None:
     """The first result of fused_add_rms_norm(x, residual, weight, eps, variance_size=None); the second is the sum."""
-    call: Any = value.args[0]
+    call = cast(Node, value.args[0])
     x, residual, weight, eps, size = (*call.args, None)[:5]
     first = value.target is operator.getitem and value.args[1] == 0
     if not first or weight is None or size is not None or _left_to_vllm(x):
@@ -84,6 +84,6 @@ def _add_norm(value: Node) -> Fold | None:
     return Fold(x, Prologue(weight, eps, residual=residual), (call,), total)
 
 
-def _left_to_vllm(x: Any) -> bool:
+def _left_to_vllm(x: object) -> bool:
     """True if vLLM sums this over ranks in one kernel with the norm."""
-    return _reduced and getattr(x.target, "_opname", "") == "all_reduce"
+    return _reduced and getattr(getattr(x, "target", None), "_opname", "") == "all_reduce"
