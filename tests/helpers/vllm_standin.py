@@ -244,10 +244,23 @@ class NoExchange:
         output.copy_(fused_expert_output)
 
 
-class LoRAExpertsMixin:
-    """Hands what the experts have, and what vLLM's layer of adapters has set, to its kernels."""
+def _adapting(part: str) -> Any:
+    """The mixin's method that hands what it is given, and what vLLM's layer of adapters has set, to vLLM's kernel."""
+    owner = LAYERS + "fused_moe.experts.lora_experts_mixin:LoRAExpertsMixin"
+    described = SIGNATURES["bases"][owner][f"apply_{part}_lora"].partition("(")[2][:-1]
+    names = [each.partition("=")[0] for each in described.partition("*, ")[2].split(", ")]
 
+    def apply(self, lora_context, **given):
+        stacked = (getattr(lora_context, f"{part}_lora_{each}_stacked") for each in "ab")
+        y, x, *others = (given[name] for name in names if name in given)
+        return getattr(lora_context.punica_wrapper, f"add_lora_{part}")(y, x, *stacked, *others)
+
+    return takes(described, apply)
+
+
+class LoRAExpertsMixin:
     _lora_context: Any = None
+    apply_w13_lora, apply_w2_lora = _adapting("w13"), _adapting("w2")
 
     def set_lora_context(self, ctx):
         self._lora_context = ctx
@@ -255,25 +268,6 @@ class LoRAExpertsMixin:
     @staticmethod
     def supports_lora():
         return True
-
-    def apply_w13_lora(
-        self, lora_context, *, y, x, topk_ids, topk_weights, expert_map, w1, w2, num_tokens, top_k_num, add_inputs=True
-    ):  # fmt: skip
-        ctx = lora_context
-        return ctx.punica_wrapper.add_lora_w13(
-            y, x, ctx.w13_lora_a_stacked, ctx.w13_lora_b_stacked, topk_ids, topk_weights, expert_map, w1, w2,
-            num_tokens, top_k_num,
-        )  # fmt: skip
-
-    def apply_w2_lora(
-        self, lora_context, *, y, x, topk_weights, sorted_token_ids_lora, expert_ids_lora, num_tokens_post_padded_lora,
-        token_lora_mapping, num_tokens, w1, w2, top_k_num, add_inputs=True,
-    ):  # fmt: skip
-        ctx = lora_context
-        ctx.punica_wrapper.add_lora_w2(
-            y, x, ctx.w2_lora_a_stacked, ctx.w2_lora_b_stacked, topk_weights, sorted_token_ids_lora, expert_ids_lora,
-            num_tokens_post_padded_lora, token_lora_mapping, num_tokens, w1, w2, top_k_num,
-        )  # fmt: skip
 
 
 class BatchedPrepareAndFinalize:
