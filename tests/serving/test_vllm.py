@@ -360,13 +360,11 @@ def context(experts_here, hidden, inter, gates=2, rank=8):
 
 def with_adapter(dense, ctx, first=0, count=4):
     """Experts' weights with the adapter's products added."""
+    first_ones, second_ones = ((*vars(ctx)[f"w13_lora_{i}_stacked"], *vars(ctx)[f"w2_lora_{i}_stacked"]) for i in "ab")
     found = dict(dense)
-    for e in range(count):
-        for number, proj in enumerate(("gate_proj", "up_proj")):
-            a, b = ctx.w13_lora_a_stacked[number][0, e], ctx.w13_lora_b_stacked[number][0, e]
-            found[first + e, proj] = dense[first + e, proj] + b.double() @ a.double()
-        a, b = ctx.w2_lora_a_stacked[0][0, e], ctx.w2_lora_b_stacked[0][0, e]
-        found[first + e, "down_proj"] = dense[first + e, "down_proj"] + b.double() @ a.double()
+    for proj, a, b in zip(SHARDS, first_ones, second_ones):
+        for e in range(count):
+            found[first + e, proj] = dense[first + e, proj] + b[0, e].double() @ a[0, e].double()
     return found
 
 
