@@ -437,24 +437,23 @@ def test_a_bias_that_the_model_lacks_is_ignored_where_it_is_zero(name, left, str
         assert same_state(fresh, untouched)
 
 
-def test_a_method_of_the_config_that_is_not_read_is_told_first():
-    model = torch.nn.ModuleDict({"linear": torch.nn.Linear(64, 32, bias=False)})
-    tensors = {"linear.weight.codes": torch.zeros(4), "linear.weight.codebooks": torch.zeros(4)}
-    with pytest.raises(ValueError, match="found none for linear.weight;.* the config says quant_method 'aqlm', and no"):
-        load_(model, tensors, config={"quant_method": "aqlm"})
-
-
-def test_the_cause_of_missing_experts_is_told():
+def test_the_cause_of_what_is_missing_is_told():
+    """A layer's experts in one parameter, and a method of the config that is not read."""
     model = torch.nn.ModuleDict({"experts": Experts(), "linear": torch.nn.Linear(64, 32, bias=False)})
     layer = {f"linear.{suffix}": tensor for suffix, tensor in stored(torch.randn(32, 64))[0].items()}
     each = {f"experts.{i}.gate_proj.weight": torch.zeros(64, 32) for i in range(4)}
     packed = {f"experts.gate_up_proj_{what}": torch.zeros(4, 4) for what in ("blocks", "scales")}
+    codes = {f"linear.weight.{what}": torch.zeros(4) for what in ("codes", "codebooks")}
     for source, cause in (
-        (each, ".*stacks a layer's experts in one parameter"),
-        (packed, "; found no place for experts"),
+        (opened(layer | each), "experts.gate_up_proj.*stacks a layer's experts in one parameter"),
+        (opened(layer | packed), "experts.gate_up_proj; found no place for experts"),
+        (
+            Checkpoint(codes, {"quant_method": "aqlm"}),
+            ".*linear.weight.*;.* the config says quant_method 'aqlm', and no",
+        ),
     ):
-        with pytest.raises(ValueError, match=f"none for experts.gate_up_proj{cause}"):
-            load_(model, opened(layer | source), strict=False)
+        with pytest.raises(ValueError, match=f"found none for {cause}"):
+            load_(model, source, strict=False)
 
 
 def test_a_checkpoint_without_quantised_layers_is_a_warning():
