@@ -49,11 +49,3 @@ def test_what_is_not_read_raises_by_name_before_its_data_are_read(tmp_path, monk
     with pytest.raises(ValueError, match=message):
         load_(model, folder)
     assert torch.equal(model[0].weight, before)
-
-
-def test_a_folder_of_gguf_is_named(tmp_path):
-    (tmp_path / "model-Q4_0.gguf").write_bytes(b"GGUF")
-    with pytest.raises(FileNotFoundError, match="found none in .*, but GGUF's model-Q4_0.gguf"):
-        load_(torch.nn.Sequential(torch.nn.Linear(64, 32)), tmp_path)
-    with pytest.raises(ValueError, match="GGUF's blocks are no format that is read here"):
-        load_(torch.nn.Sequential(torch.nn.Linear(64, 32)), tmp_path / "model-Q4_0.gguf")

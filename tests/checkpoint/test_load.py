@@ -221,6 +221,8 @@ def test_sources_that_are_not_there_or_not_safetensors_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     (tmp_path / "model.gguf").write_bytes(b"x")
+    (tmp_path / "of gguf").mkdir()
+    (tmp_path / "of gguf" / "model-Q4_0.gguf").write_bytes(b"GGUF")
     (tmp_path / "bad.safetensors").write_bytes(b"not one")
     (tmp_path / "bad.safetensors.index.json").write_text("{}")
     (tmp_path / "worse.safetensors.index.json").write_text("{")
@@ -237,6 +239,7 @@ def test_sources_that_are_not_there_or_not_safetensors_are_refused(tmp_path):
     for source, error, message in [
         (tmp_path / "none", FileNotFoundError, "source: expected a file or folder, found none at"),
         (tmp_path / "empty", FileNotFoundError, "source: expected .safetensors files, found none in"),
+        (tmp_path / "of gguf", FileNotFoundError, "found none in .*, but GGUF's model-Q4_0.gguf"),
         (tmp_path / "pytorch_model.bin", ValueError, r"as a mapping: torch\.load\(path, weights_only=True\)"),
         (tmp_path / "model.gguf", ValueError, "GGUF's blocks are no format that is read here"),
         (tmp_path / "bad.safetensors", ValueError, "source: expected a safetensors file"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 
 import builders
@@ -99,16 +98,6 @@ def test_bytes_that_are_all_the_same_need_the_size_that_a_models_layer_has(form)
 
 
 # ---- tensor subclasses, flattened as torchao's safetensors code does -------------------------------------------------
-
-
-def test_the_files_metadata_says_the_size_of_flattened_tiles(tmp_path):
-    from safetensors.torch import save_file
-
-    q, parameters = codes(8, 16, 1024), scales_and_zeros(8, 16, 8, torch.bfloat16)
-    tensors = {"layer._weight_qdata": tiles(q, 8), "layer._weight_scale_and_zero": parameters}
-    described = {"_type": "Int4TilePackedTo4dTensor", "_data": {"shape": [16, 320]}}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"layer.weight": json.dumps(described)})
-    layers.assert_exactly(checkpoint.read_layer(tmp_path, "layer", device="cpu"), tinygemm(q, parameters)[:, :320])
 
 
 Q, PARAMETERS = codes(8, 16, 256), scales_and_zeros(8, 16, 4, torch.bfloat16)
