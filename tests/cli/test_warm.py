@@ -195,7 +195,7 @@ OF_FOUR_BITS = {"nvfp4", "modelopt-nvfp4"}
 """Their inputs are quantised as the user says."""
 
 
-@pytest.mark.parametrize("form", sorted({*CONFIGS} - {"fp8-blocks", "gptq", "deepseek-v4", "quark-mixed"}))
+@pytest.mark.parametrize("form", sorted({*CONFIGS} - {"fp8-blocks", "gptq", "deepseek-v4", "quark-mixed", "rotated"}))
 def test_so_it_does_in_every_format(tmp_path, wanted, form):
     """With layers of one shape: a kernel for each m is chosen once."""
     save(tmp_path, "qwen3-moe" if form == "w4afp8" else "square", CONFIGS[form])
