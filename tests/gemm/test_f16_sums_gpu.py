@@ -122,7 +122,7 @@ def test_layers_add_up_in_f16(kind, mode):
     with torch.no_grad():
         if mode == "graph":
             made.load_state_dict(made.state_dict())
-            graph, plain = torch.cuda.CUDAGraph(), builders.weight_parts(1, 64, 128).packed.to("cuda")
+            graph, plain = torch.cuda.CUDAGraph(), builders.weight_parts(1, 64, 256, 32, codes="e4m3").packed.to("cuda")
             with torch.cuda.graph(graph):
                 out = made(*given)
                 with pytest.raises(ValueError, match="sums: expected to look at scales, got a CUDA graph's capture"):
