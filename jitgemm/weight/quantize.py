@@ -256,7 +256,7 @@ def _rounded(
     for e in expert_indices(w.shape[0] if w.dim() == 3 else None):
         for first in range(0, n, step):
             rows = slice(first, min(first + step, n))
-            values = _in_fp32(w[e], rows, rotation)
+            values = _in_fp32(w[e], rows, rotation, "w" if e is ... else f"w[{e}]")
             part = torch.nn.functional.pad(values, (0, padding)).unflatten(1, (-1, size))
             grid = grid_of(part)
             if moments is not None:
@@ -273,18 +273,18 @@ def _canonical(codes: torch.Tensor) -> torch.Tensor:
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
-def _in_fp32(w: torch.Tensor, rows: slice, rotation: int) -> torch.Tensor:
+def _in_fp32(w: torch.Tensor, rows: slice, rotation: int, name: str = "w") -> torch.Tensor:
     """Rows of w [n, k] in fp32, rotated if asked for. ValueError for a value that is not finite, before or after."""
     part = w[rows].to(torch.float32)
     if not bool(part.isfinite().all()):
         first = rows.start or 0
         row, column = (~w[rows].isfinite()).nonzero()[0].tolist()
         value = w[first + row, column].item()
-        raise ValueError(f"w: expected finite values, got {value} at [{first + row}, {column}]")
+        raise ValueError(f"{name}: expected finite values, got {value} at [{first + row}, {column}]")
     if not rotation:
         return part
     if not bool((part := rotated(part)).isfinite().all()):
-        raise ValueError("w: expected values whose sums of 128 fp32 holds, which a rotation needs, got larger ones")
+        raise ValueError(f"{name}: expected values whose sums of 128 fp32 holds, as a rotation needs, got larger ones")
     return part
 
 
