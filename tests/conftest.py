@@ -191,6 +191,16 @@ def compiles_without_warnings() -> Callable[[Any], None]:
 
 
 @pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """A process compiles a function for eight layers at most, of this test and others."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def quiet_transformers() -> Iterator[None]:
     """Without what transformers says of missing kernels and the like."""
     import transformers

@@ -100,13 +100,6 @@ def test_the_op_refuses_what_the_call_refuses():
 # ---- torch.compile ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def layer(x, x_scale, rhs, bias):
     """A call amid other operations: activations are made before it, the output is used after it."""
     out = x.new_empty((x.shape[0], rhs.n), dtype=torch.bfloat16)

@@ -17,16 +17,10 @@ from jitgemm.gemm import run as gemm_run
 from jitgemm.nn import W4A8Linear, mark_ready
 from jitgemm.weight.packed import W4Weight
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 N, K = 128, 256
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

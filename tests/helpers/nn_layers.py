@@ -78,13 +78,6 @@ def layer(request) -> W4A8Linear:
     return layer_of(request.param)
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def scheme_of(layer: PackedLinear) -> str:
     if layer.input_scale is not None:
         return "tensor"

@@ -12,7 +12,6 @@ import builders
 import pytest
 import torch
 from nn_layers import CODES, K, N, inputs, layer_of, linear, permuted_w8, permuted_weight, scheme_of
-from nn_layers import fresh_dynamo as fresh_dynamo
 from nn_layers import layer as layer
 from safetensors.torch import load_file, save_file
 from small_models import Model

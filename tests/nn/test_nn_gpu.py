@@ -8,7 +8,6 @@ import builders
 import pytest
 import torch
 from nn_layers import ACTIVATIONS, CODES, MAKERS, K, N, inputs, layer_of, linear, requested, scheme_of
-from nn_layers import fresh_dynamo as fresh_dynamo
 from small_models import Block, Model, checkpoint_tensors, opened, same_state
 
 import jitgemm.nn
