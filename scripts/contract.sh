@@ -1,6 +1,6 @@
 # Sourced by the contracts of engines, after setup.sh's variables: `contract NAME VERSION NAMES [FREE]` sets `venv` and
 # `site`, an environment .venv-NAME-VERSION that is kept. It has the Python files alone of the wheel, NAMES, which are what
-# its modules import besides torch, in versions as it pins them where it does, but for those of FREE, and borrows torch and
+# its modules import except torch, in the versions that it pins, where it does, except FREE's, and borrows torch and
 # the like from the environment of the tests. `fresh` is set until `kept` says that all is in it.
 WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

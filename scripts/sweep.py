@@ -521,7 +521,7 @@ def missing(
     held: Held = False,
     minutes: Minutes = 10.0,
 ) -> None:
-    """Times what the selector chooses for the file's problems and was never timed there, beside the three best."""
+    """Times what the selector chooses for the file's problems and was never timed there, and the three best."""
     known, sweep = Sweep.read(file), _here()
     timings, device = known.timings(), _this_device()
     jobs = {}

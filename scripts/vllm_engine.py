@@ -9,7 +9,7 @@
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
 own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16) with options or without, such as
 'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). The plug-in is found from this checkout,
-installed or not. Qwen3's experts get uniform routing: with weights of no meaning routers route alike. vLLM 0.26's
+installed or not. Qwen3's experts get uniform routing: by random weights all tokens would go the same way. vLLM 0.26's
 humming has no int4 experts with e4m3 inputs, so humming is for llama8b.
 
 MODEL: gpt-oss-120b or v4-flash-moe, DeepSeek-V4-Flash's experts in layers of Qwen3-MoE, whose attention needs no
@@ -26,7 +26,7 @@ same serves one small model in bf16, a Llama or a mixture whose GPUs have whole 
 'jitgemm:{"tp_invariant": true}', on each number of GPUs, in each mode, under VLLM_BATCH_INVARIANT=1. It compares greedy
 tokens and log probabilities, those of prompts, too.
 
-Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When
+Each engine is a process of its own; logs are in OUT's folder. All start at once, which takes about as long as one. When
 all have started they take turns, a size at a time, in --rounds: what slows the host for a while slows all of them. An
 engine that has not started within --start-seconds is ended; after --seconds no more is asked, and what was measured by
 then is written. An idle engine leaves the GPU alone. OUT has the medians, and each round's figures under "rounds". For

@@ -16,7 +16,7 @@ def pick(
     formats: Sequence[Format] = DEFAULT_FORMATS, peers: Sequence[str] = ("all",), *, moe: bool = False
 ) -> list[Contestant]:
     """Our formats and the peers of these names; "all" and "none" are names too, "torch" and "humming" stand for
-    a library's. With `moe` those that multiply by experts.
+    a library's. With `moe` the peers that multiply by experts.
 
     Raises:
         ValueError: there is no such peer.

@@ -25,11 +25,11 @@ def prompts() -> list[list[int]]:
 def ask(
     script: str, engines: dict[str, dict[str, Any]], out: str, seconds: float = 3600, *more: str
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Runs all engines at once, each as `SCRIPT one ARGUMENTS FILE`, with its log beside OUT, for so long at most.
+    """Runs all engines at once, each as `SCRIPT one ARGUMENTS FILE`, for `seconds` at most. Logs are in OUT's folder.
 
     Returns:
-        What each wrote; exit codes of those that wrote nothing. Those that did may have any: vLLM's interpreters abort
-        at their end now and then.
+        What each wrote; exit codes of the engines that wrote nothing. The others may have any: vLLM's interpreters
+        abort at their end now and then.
     """
     folder, deadline, running = Path(tempfile.mkdtemp()), time.monotonic() + seconds, {}
     for name, arguments in engines.items():

@@ -70,7 +70,7 @@ REFUSED = [
     (FILE | {"weight_zeros": FILE["weight_zeros"] * 0 + 9}, None, r"weight_zeros \+ 8: expected zero points"),
     (FILE, {"group_size": 32}, r"weight_scales: expected 8 groups for k = 256 and group_size 32, got 4"),
     (qta8a_qga4w(layers.layer(5, n=8, group_size=32)), None, r"weight_scales: expected \[G, n\] .* fits both"),
-    (EIGHT, None, "weight: expected 4-bit values -8..7, got 100..100"),  # an 8-bit layer beside those of 4 bits
+    (EIGHT, None, "weight: expected 4-bit values -8..7, got 100..100"),  # an 8-bit layer among layers of 4 bits
 ]  # fmt: skip
 
 

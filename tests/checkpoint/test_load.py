@@ -37,7 +37,7 @@ def expected(*layers: str) -> torch.Tensor:
 
 
 def tensors(*layers: str, bias=()):
-    """A model's tensors: the layers, and others that no one should touch, some of names that begin alike."""
+    """A model's tensors: the layers, and others that no one should touch, some with names that begin the same way."""
     others = [
         "model.embed_tokens",
         "model.layers.0.input_layernorm",

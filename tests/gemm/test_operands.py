@@ -162,7 +162,7 @@ READ: dict[str, tuple[Callable[[str], Made], list[str], dict[str, int]]] = {
     "masked layer, quantised": (partial(masked_layer, quantised=True), ["x_scale"], {}),
     "combine": (combined, ["rows", "inverse", "topk_weights"], {"addend": 16}),
 }
-"""Operands that out may not overlap, and those that it may be in place of, but not begin so many bytes behind."""
+"""Operands that out may not overlap, and operands whose place it may take, if it does not begin so many bytes behind."""
 OVERLAPS = [
     *((call, name, "cpu") for call, (_, names, parts) in READ.items() for name in (*names, *parts)),
     *(pytest.param(call, names[0], "cuda", marks=pytest.mark.gpu) for call, (_, names, _) in READ.items()),

@@ -158,7 +158,7 @@ def _zero_points(device: str) -> builders.WeightParts:
 
 
 def _by_powers_of_two(device: str, **form: Any) -> builders.WeightParts:
-    """Every code beside any others, times powers of two."""
+    """Every code next to any other, times powers of two."""
     made = builders.weight_parts(1, 16, 480, device=device, **form)
     powers = torch.exp2(torch.arange(made.scale.numel(), device=device) % 8 - 4.0).view(made.scale.shape)
     return replace(made, scale=powers.to(made.scale.dtype))
@@ -181,7 +181,7 @@ PRODUCTS: dict[str, Callable[[str], Any]] = {
 
 
 def one_hot(name: str, columns: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations for these products, of which each row picks out one column."""
+    """Activations for these products: each row picks out one column."""
     dtype = KINDS[name].lhs_dtype if name in KINDS else builders.LHS_DTYPES[name.split()[-1]]
     x = torch.zeros(len(columns), k, dtype=torch.int8, device=columns.device)
     x[torch.arange(len(columns), device=columns.device), columns] = {torch.int8: 1, torch.float8_e4m3fn: 0x38}[dtype]

@@ -135,7 +135,7 @@ def packed_modules(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def check(model, dense, exact=True, at=("tp", 0, 1)):
-    """That a rank's packed layers hold its part of the files', at: of which ranks; its output layer too, if it is in `dense`."""
+    """A rank's packed layers hold its part of the files', its output layer too, if it is in `dense`; at: (split, rank, ranks)."""
     (split, number, size), seen = at, set()
 
     def mine(weight, dim=0):

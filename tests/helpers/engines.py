@@ -247,7 +247,7 @@ class VLLM(Engine):
         monkeypatch.setattr("jitgemm.vllm.config.get_current_vllm_config_or_none", lambda: said)
 
     def head(self, config, n, k, at=(0, 1)):
-        """The output layer, of which ranks have rows."""
+        """The output layer; ranks have rows of it."""
         with self.rank():
             return ParallelLMHead(config, n, k, n // at[1] * at[0], n // at[1] * (at[0] + 1))
 
@@ -256,7 +256,7 @@ class VLLM(Engine):
         return n // at[1]
 
     def renewed(self, layer, params):
-        """The layer as the engine has it before it loads weights again; params: those that it was made with."""
+        """The layer as the engine has it before it loads weights again; params: the ones it was made with."""
         for each in (*layer._parameters, *(name for name in layer._buffers if "expert_map" not in name)):
             delattr(layer, each)
         for name, param in params.items():

@@ -43,7 +43,7 @@ needs_nccl = pytest.mark.skipif(not apart(), reason=f"needs NCCL, and that {WORL
 
 
 def join(rank: int, folder: str, device: str, world: int = WORLD, limit_s: float = LIMIT_S) -> dist.DeviceMesh:
-    """The mesh of all ranks, of which this process becomes one; device: "cpu" or "cuda"."""
+    """Joins the ranks and returns their mesh; device: "cpu" or "cuda"."""
     own = device == "cuda" and apart(world)
     if device == "cuda":
         torch.cuda.set_device(rank if own else 0)
@@ -52,7 +52,7 @@ def join(rank: int, folder: str, device: str, world: int = WORLD, limit_s: float
         "nccl" if own else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=limit_s), device_id=torch.device("cuda", rank) if own else None,
     )  # fmt: skip
-    # init_device_mesh would have NCCL beside gloo where there is a GPU.
+    # init_device_mesh would add NCCL to gloo where there is a GPU.
     return dist.DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=("tp",))
 
 

@@ -99,7 +99,7 @@ def file(folder: Path, name: str, format: str, chosen: re.Pattern = LAYER, shard
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor | None]]) -> None:
-    """The file with tensors changed, and without those that are None then."""
+    """The file with tensors changed; one that becomes None is left out."""
     tensors = load_file(folder / "model.safetensors")
     tensors |= change(tensors)
     checkpoints.save(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})

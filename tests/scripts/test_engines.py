@@ -162,7 +162,7 @@ def test_engines_take_turns_and_rows_have_each_rounds_figures_and_medians(speed,
         assert rows["fp8"]["rounds"][f"step_us_{size}"] == [1000, 1900, 1100]
         assert rows["fp8"][f"step_us_{size}"] == 1100 and rows["fp8_per_block"][f"step_us_{size}"] == 2200
     row = rows["fp8"]
-    # Three runs a round, the best of which counts; runs 4 to 9 are at the last rate.
+    # Three runs a round, and the best counts; runs 4 to 9 are at the last rate.
     best = [round(8 * 2048 / (8 * (0.007 + step * 1e-6))) for step in (1000, 1100, 1100)]
     assert row["rounds"]["prefill_tokens_s"] == best and row["prefill_tokens_s"] == best[1]
     assert row["started_beside"] == 1 and {"start_s", "date", "device", "commit", "model"} <= set(row)

@@ -28,7 +28,7 @@ FORMS = ("packed", "packed-int8", "mxfp4", "nvfp4", "gptq", "awq", "qserve", "fp
 class Server:
     """A layer of an engine's: what comes for it is [(tensor's parameter, arguments of its loader, tensor)].
 
-    name: of its format; None: it is in floats. known: headers tell its tensors, and it lacks those that it may lack.
+    name: of its format; None: it is in floats. known: headers tell its tensors, and optional ones are missing.
     """
 
     def __init__(self, engine, kind, name, known=False, **options):

@@ -309,7 +309,7 @@ def ranks_rows(tensor, place):
     third([(e, known) for known in (True, False) for e in ENGINES], LINEAR, [(0, 1), (1, 2), (3, 8)]),
 )
 def test_joined_columns_hold_the_ranks_rows_of_each_part(way, name, place):
-    """320 rows, parts of which end inside of blocks and tiles."""
+    """320 rows, whose parts end inside of blocks and tiles."""
     engine, known = way
     parts = [stored(CONFIGS[name], 320, K, seed) for seed in (1, 2)]
     tensors = [each for each, _ in parts]

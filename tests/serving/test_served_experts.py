@@ -27,7 +27,7 @@ from served_layers import (
 from jitgemm.activations.scheme import Gate
 
 OF_EXPERTS = [name for name in CONFIGS if name not in ("qserve-128", "qserve-channel", "rotated")]
-OF_ONE = [name for name in OF_EXPERTS if name != "torchao-tiles"]  # of which headers tell one expert from several
+OF_ONE = [name for name in OF_EXPERTS if name != "torchao-tiles"]  # whose headers tell one expert from several
 WIDER = ("fp8-blocks", "torchao", "torchao-tiles")
 """Whose experts ranks cut into parts of 128 columns."""
 

@@ -46,7 +46,7 @@ def test_scales_near_one_another_come_back_times_a_power_of_two(seed, n, k):
     assert weight.format == NEAR and torch.equal(weight.dequantize(), parts.products().float() * parts.whole)
     codes, scales, whole = *weight.unpack()[:2], weight.unpack().row_scale
     expected = torch.where((parts.codes == 8) | (parts.products() == 0), 0, parts.codes)
-    assert torch.equal(codes, expected)  # but for -0 and those of the scale 0
+    assert torch.equal(codes, expected)  # except -0 and codes of the scale 0
     used = expected.unflatten(1, (-1, 16)).amax(-1) > 0
     given_ = parts.scales.double() * parts.whole.double()
     assert torch.equal((scales.double() * whole.double())[used], given_[used])

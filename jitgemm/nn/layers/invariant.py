@@ -10,7 +10,7 @@ Ranks that share k, "k":
 3. Others: k is cut into chunks: as many as ranks may be at most (`tp_ranks` of a layer, CHUNKS where nobody says
    less), or fewer, of whole records and groups. A rank has whole ones next to each other. Each chunk's sum is fp32,
    scaled, added up in the order of k. They are added up in one tree over all chunks, ((c0 + c1) + (c2 + c3)) + ..,
-   of which a rank's are a subtree: it sends that one's sum. Then + bias, and out's type.
+   in which a rank's chunks are a subtree: the rank sends its sum. Then + bias, and out's type.
 
 One rank computes the same, for it is what the bits are. Weights are slices of the whole layer's records.
 
