@@ -281,11 +281,9 @@ def _in_fp32(w: torch.Tensor, rows: slice, rotation: int, name: str = "w") -> to
         row, column = (~w[rows].isfinite()).nonzero()[0].tolist()
         value = w[first + row, column].item()
         raise ValueError(f"{name}: expected finite values, got {value} at [{first + row}, {column}]")
-    if not rotation:
+    if not rotation or bool((part := rotated(part)).isfinite().all()):
         return part
-    if not bool((part := rotated(part)).isfinite().all()):
-        raise ValueError(f"{name}: expected values whose sums of 128 fp32 holds, as a rotation needs, got larger ones")
-    return part
+    raise ValueError(f"{name}: expected values whose sums of 128 fp32 holds, which a rotation needs, got larger ones")
 
 
 def _moments_of(moments: torch.Tensor, rotation: int) -> torch.Tensor:
